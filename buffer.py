@@ -1,0 +1,463 @@
+"""
+buffer.py: what is a sample, where do prompts come from, what waits, how are samples packed and split over ranks?
+
+    jsonl | parquet | reasoning-gym | function --DataSource--> groups of Sample --rollout.py--> finished Samples
+    finished Samples --to_train_data--> lists by key --plan--> steps x ranks x micro-batches --pack--> PackedBatch
+
+Test:  pytest tests/test_buffer.py
+Knows nothing about: Ray, SGLang, Megatron.    Shapes: T packed tokens, R response tokens of a micro-batch, S its samples.
+
+A packed micro-batch of three samples (p prompt, r response, . padding that is a sequence of its own):
+
+    tokens      p p p r r r r | p p r r r | p p p r r | . . .         [T]
+    cu_seqlens  0               7           12          17    20      [S + 2]
+    logit_index     2 3 4 5       8 9 10        14 15                 [R] row whose hidden state predicts...
+    targets           r r r r       r r r         r r                 [R] ...this token: the one-token shift, done only here
+"""
+import enum
+import json
+import pathlib
+import random
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+# ---- The sample ------------------------------------------------------------------------------------------------------
+class Status(str, enum.Enum):
+    PENDING = "pending"      # not generated yet, or put back to go on later
+    COMPLETED = "completed"  # the model stopped by itself
+    TRUNCATED = "truncated"  # it ran into a length limit
+    ABORTED = "aborted"      # cut off because its group was not needed any more
+    FAILED = "failed"        # generation or reward raised, and the config says to go on
+
+
+@dataclass
+class Sample:
+    """One prompt and one response: the only thing that generation, reward, buffer and training share.
+
+    `tokens` is prompt then response. The three lists beside the response always have response_length entries, because a
+    response only ever grows through `append`.
+    """
+    group_index: int | None = None           # data source: samples of one prompt share it
+    index: int | None = None                 # data source: unique in the run; also the sampling seed's offset
+    prompt: str | list = ""                  # data source: after the chat template; a list stays as messages
+    tokens: list[int] = field(default_factory=list)   # data source: the prompt's ids; append: the response's
+    response: str = ""                       # rollout: decoded, for rewards and people; never tokenised again
+    response_length: int = 0                 # append
+    label: Any = None                        # data source: the right answer
+    reward: float | dict | None = None       # rollout, from rewards.py
+    loss_mask: list[int] = field(default_factory=list)            # append: 1 = trained, per response token
+    rollout_log_probs: list[float] = field(default_factory=list)  # append: as the engine sampled; 0.0 where loss_mask is 0
+    weight_versions: list[int] = field(default_factory=list)      # append: which weights wrote each response token
+    status: Status = Status.PENDING          # rollout
+    metadata: dict = field(default_factory=dict)  # data source and hooks
+    remove_sample: bool = False              # hooks: keep it for the group's statistics, train none of its tokens
+    rollout_id: int | None = None            # custom generate: siblings of one rollout share one weight in the loss
+
+    def append(self, tokens: list[int], log_probs: list[float] | None = None, trainable: bool = True, version: int = -1) -> None:
+        """Add response tokens. Tool output and edits come with trainable=False and need no log-probs."""
+        if trainable and (log_probs is None or len(log_probs) != len(tokens)):
+            raise ValueError(f"sample {self.index}: {len(tokens)} trainable tokens came with "
+                             f"{'no' if log_probs is None else len(log_probs)} log-probs; give one for each, or trainable=False")
+        n = len(tokens)
+        self.tokens = self.tokens + list(tokens)
+        self.response_length += n
+        self.loss_mask = self.loss_mask + [int(trainable)] * n
+        self.rollout_log_probs = self.rollout_log_probs + (list(log_probs) if trainable else [0.0] * n)
+        self.weight_versions = self.weight_versions + [version] * n
+
+    def get_reward_value(self, key: str | None) -> float:
+        return self.reward[key] if isinstance(self.reward, dict) else self.reward
+
+    def check(self) -> None:
+        """Hooks may build samples by hand; what training relies on is checked here once."""
+        n = self.response_length
+        for name in ("loss_mask", "rollout_log_probs", "weight_versions"):
+            have = len(getattr(self, name))
+            if have != n and not (name != "loss_mask" and have == 0):
+                raise ValueError(f"sample {self.index}: {name} has {have} entries for {n} response tokens; "
+                                 f"extend responses with sample.append()")
+        if n > len(self.tokens):
+            raise ValueError(f"sample {self.index}: response_length {n} exceeds its {len(self.tokens)} tokens; "
+                             f"tokens must be the prompt's ids followed by the response's")
+
+    def to_dict(self) -> dict:
+        return asdict(self) | {"status": self.status.value}
+
+    @staticmethod
+    def from_dict(d: dict) -> "Sample":
+        known = {f.name for f in fields(Sample)}
+        return Sample(**{k: v for k, v in d.items() if k in known} | {"status": Status(d["status"])})
+
+
+# ---- Reading rows ----------------------------------------------------------------------------------------------------
+def read_rows(cfg, source) -> tuple[list[dict], Counter]:
+    """Rows (dicts) of a file, a reasoning-gym task or a function, and a count of the bad lines left out.
+
+    A file may carry a slice: "data.jsonl@[100:200]". A broken line raises ValueError with file and line number, or is counted
+    where on_bad_line="skip".
+    """
+    skipped = Counter()
+    if callable(source):
+        return list(source()), skipped
+    if isinstance(source, dict):
+        return reasoning_gym_rows(cfg, source), skipped
+    match = re.fullmatch(r"(.+)@\[(-?\d*):(-?\d*)\]", source)
+    path, lo, hi = (match[1], match[2], match[3]) if match else (source, "", "")
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"data file {path} not found; give a .jsonl or .parquet file, a dict(reasoning_gym=...) or a function")
+    if path.endswith(".parquet"):
+        import pyarrow.parquet
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    elif path.endswith((".jsonl", ".json")):
+        rows = read_jsonl(cfg, path, skipped)
+    else:
+        raise ValueError(f"data file {path}: only .jsonl and .parquet are read; convert it")
+    rows = rows[slice(int(lo) if lo else None, int(hi) if hi else None)]
+    if not rows:
+        raise ValueError(f"data {source} has no rows; check the slice and the file")
+    return rows, skipped
+
+
+def read_jsonl(cfg, path: str, skipped: Counter) -> list[dict]:
+    rows = []
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a {type(row).__name__} instead of an object")
+                if cfg.input_key not in row:
+                    raise ValueError(f"no key {cfg.input_key!r}, only {sorted(row)}; set input_key")
+                rows.append(row)
+            except ValueError as error:      # json.JSONDecodeError is one
+                if cfg.on_bad_line == "raise":
+                    what = "an empty line" if not line.strip() else str(error)
+                    raise ValueError(f"{path}:{number}: {what}. Mend the line, or set on_bad_line='skip' "
+                                     "to leave such lines out and count them") from None
+                skipped["bad_line"] += 1
+    return rows
+
+
+def reasoning_gym_rows(cfg, source: dict) -> list[dict]:
+    """Procedural tasks with a verifier of their own: dict(reasoning_gym="chain_sum", size=500, seed=1, min_terms=2, ...)."""
+    import reasoning_gym
+    name, options = source["reasoning_gym"], {k: v for k, v in source.items() if k != "reasoning_gym"}
+    try:
+        entries = list(reasoning_gym.create_dataset(name, **options))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning_gym task {name!r} with {options}: {error}; "
+                         "see reasoning_gym.factory.DATASETS for the names") from error
+    return [{cfg.input_key: e["question"], cfg.label_key or "label": e["answer"], cfg.metadata_key: {
+             "rm_type": "reasoning_gym", "source_dataset": name, "entry": e}} for e in entries]
+
+
+# ---- The data source -------------------------------------------------------------------------------------------------
+class DataSource:
+    """Groups of n samples per prompt, in an order that only depends on seed and epoch; unfinished groups come back first.
+
+    Its state (position, counters, waiting groups with their tokens) is in every checkpoint, so a resumed run goes on where
+    the other one would have.
+    """
+
+    def __init__(self, cfg, tokenizer, context_len: int):
+        self.cfg, self.tokenizer = cfg, tokenizer
+        rows, self.skipped = read_rows(cfg, cfg.prompt_data)
+        self.prompts = self.prepare(rows, context_len)
+        self.epoch, self.offset = 0, 0                   # position in the data
+        self.next_group, self.next_index = 0, 0          # numbers given out so far
+        self.buffer: list[list[Sample]] = []             # groups put back, oldest first
+        self._order = (None, [])                         # (epoch, permutation), derived
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def prepare(self, rows: list[dict], context_len: int) -> list[Sample]:
+        """Rows -> one template Sample each, tokenised; what does not fit is left out and counted."""
+        cfg = self.cfg
+        limit = cfg.rollout_max_prompt_len or (cfg.rollout_max_context_len or context_len) - 1
+        to_sample = self.sft_sample if cfg.loss_type == "sft" else self.prompt_sample
+        samples = []
+        for number, row in enumerate(rows):
+            try:
+                sample = to_sample(row)
+            except (KeyError, TypeError, ValueError) as error:
+                if cfg.on_bad_line == "raise":
+                    what = f"no key {error}" if isinstance(error, KeyError) else str(error)
+                    raise ValueError(f"{cfg.prompt_data}: row {number}: {what}. Mend the row, set input_key/label_key, "
+                                     "or set on_bad_line='skip'") from error
+                self.skipped["bad_line"] += 1
+                continue
+            prompt_len = len(sample.tokens) - sample.response_length
+            too_long = len(sample.tokens) > limit + 1 if sample.response_length else prompt_len > limit
+            if too_long or prompt_len == 0:
+                self.skipped["prompt_too_long" if too_long else "prompt_empty"] += 1
+                continue
+            samples.append(sample)
+        if not samples:
+            raise ValueError(f"no usable prompt in {len(rows)} rows ({dict(self.skipped)}); the limit is {limit} tokens: "
+                             "raise rollout_max_prompt_len or rollout_max_context_len, or shorten the prompts")
+        return samples
+
+    def prompt_sample(self, row: dict) -> Sample:
+        cfg, prompt = self.cfg, row[self.cfg.input_key]
+        tools = row[cfg.tool_key] if cfg.tool_key else None
+        if cfg.apply_chat_template:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True,
+                                                        **cfg.apply_chat_template_kwargs)
+        if not isinstance(prompt, str):
+            raise ValueError("the prompt is a list of messages; set apply_chat_template=True")
+        # The template has written the special tokens already; a plain string gets the tokenizer's own (such as BOS).
+        ids = self.tokenizer(prompt, add_special_tokens=not cfg.apply_chat_template)["input_ids"]
+        label = row[cfg.label_key] if cfg.label_key else row.get("label")
+        metadata = dict(row.get(cfg.metadata_key) or {})
+        if tools:
+            metadata["tools"] = tools
+        return Sample(prompt=prompt, tokens=ids, label=label, metadata=metadata)
+
+    def sft_sample(self, row: dict) -> Sample:
+        """A finished sample: a prompt and its label, or a conversation whose assistant turns are trained.
+
+        A message with step_loss_mask=0 is not trained. A turn's tokens are what the chat template adds when the turn is added;
+        a template that rewrites earlier turns has no such tokens, and is refused.
+        """
+        turns = row[self.cfg.input_key]
+        if isinstance(turns, str) or turns[-1]["role"] != "assistant":
+            sample = self.prompt_sample(row)
+            if sample.label is None:
+                raise ValueError("loss_type='sft' needs an answer: set label_key, or end the messages with an assistant turn")
+            answer = self.tokenizer(str(sample.label), add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+            sample.append(answer, [0.0] * len(answer))
+            sample.response, sample.status = str(sample.label), Status.COMPLETED
+            return sample
+        first = next(i for i, m in enumerate(turns) if m["role"] == "assistant")
+        tools = row[self.cfg.tool_key] if self.cfg.tool_key else None
+        sample = Sample(prompt=turns[:first], tokens=self.render(turns[:first], tools, True), status=Status.COMPLETED)
+        for i in range(first, len(turns)):
+            train = turns[i]["role"] == "assistant" and turns[i].get("step_loss_mask", 1)
+            ask_next = i + 1 < len(turns) and turns[i + 1]["role"] == "assistant"
+            whole = self.render(turns[:i + 1], tools, ask_next)
+            if whole[:len(sample.tokens)] != sample.tokens:
+                raise ValueError(f"the chat template rewrites earlier turns when turn {i} is added, so there is no exact loss "
+                                 "mask; use a template that only appends, or one row per assistant turn")
+            new = whole[len(sample.tokens):]
+            sample.append(new, [0.0] * len(new) if train else None, trainable=bool(train))
+        sample.response = self.tokenizer.decode(sample.tokens[-sample.response_length:])
+        return sample
+
+    def render(self, messages, tools, add_generation_prompt: bool) -> list[int]:
+        text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
+                                                  add_generation_prompt=add_generation_prompt,
+                                                  **self.cfg.apply_chat_template_kwargs)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    # -- giving out
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """The next `num_samples` groups: waiting ones first, then new prompts. Rolls over into the next epoch."""
+        groups = []
+        if self.buffer:
+            if self.cfg.buffer_filter is not None:
+                groups = self.cfg.buffer_filter(self.cfg, None, self.buffer, num_samples)
+            else:
+                groups, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
+        while len(groups) < num_samples:
+            groups.append(self.new_group())
+        return groups
+
+    def new_group(self) -> list[Sample]:
+        if self.offset == len(self.prompts):
+            self.epoch, self.offset = self.epoch + 1, 0
+        template = self.prompts[self.order()[self.offset]]
+        self.offset += 1
+        n = 1 if self.cfg.loss_type == "sft" else self.cfg.n_samples_per_prompt
+        group = []
+        for _ in range(n):
+            sample = Sample(**vars(template) | {"metadata": dict(template.metadata)})   # own metadata: hooks write to it
+            sample.group_index, sample.index = self.next_group, self.next_index
+            self.next_index += 1
+            group.append(sample)
+        self.next_group += 1
+        return group
+
+    def order(self) -> list[int]:
+        if self._order[0] != self.epoch:
+            order = list(range(len(self.prompts)))
+            if self.cfg.rollout_shuffle:
+                random.Random(self.cfg.rollout_seed + self.epoch).shuffle(order)
+            self._order = (self.epoch, order)
+        return self._order[1]
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        """Put groups back, e.g. aborted ones with what they have so far."""
+        self.buffer.extend(groups)
+
+    # -- checkpoint
+    def state_dict(self) -> dict:
+        return {"epoch": self.epoch, "offset": self.offset, "next_group": self.next_group, "next_index": self.next_index,
+                "rows": len(self.prompts), "buffer": [[s.to_dict() for s in group] for group in self.buffer]}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["rows"] != len(self.prompts):
+            raise ValueError(f"the checkpoint was made with {state['rows']} prompts, prompt_data now has {len(self.prompts)}; "
+                             "resume with the data of the run, or start a new run from its Hugging Face checkpoint")
+        for key in ("epoch", "offset", "next_group", "next_index"):
+            setattr(self, key, state[key])
+        self.buffer = [[Sample.from_dict(d) for d in group] for group in state["buffer"]]
+
+
+# ---- Samples -> lists by key -----------------------------------------------------------------------------------------
+def to_train_data(cfg, samples: list[Sample], rewards: list[float]) -> dict[str, list]:
+    """What travels to the trainers, under upstream's names: one entry per sample in every list.
+
+    rewards: already group-normalised (algos.normalize_rewards). Samples of a generation step that have no trainable token are
+    kept here (their reward counted in the group) and get weight 0 in plan().
+    """
+    data = {key: [] for key in ("tokens", "response_lengths", "loss_masks", "rewards", "raw_reward", "truncated",
+                                "sample_indices", "rollout_ids", "group_indices", "rollout_log_probs")}
+    for sample, reward in zip(samples, rewards):
+        sample.check()
+        n = sample.response_length
+        mask = [0] * n if sample.remove_sample else sample.loss_mask
+        data["tokens"].append(torch.tensor(sample.tokens, dtype=torch.int64))                     # [prompt + R_i]
+        data["response_lengths"].append(n)
+        data["loss_masks"].append(torch.tensor(mask, dtype=torch.int64))                          # [R_i]
+        data["rewards"].append(float(reward))
+        data["raw_reward"].append(sample.get_reward_value(cfg.reward_key))
+        data["truncated"].append(sample.status == Status.TRUNCATED)
+        data["sample_indices"].append(sample.index)
+        data["rollout_ids"].append(sample.index if sample.rollout_id is None else sample.rollout_id)
+        data["group_indices"].append(sample.group_index)
+        log_probs = sample.rollout_log_probs or [0.0] * n
+        data["rollout_log_probs"].append(torch.tensor(log_probs, dtype=torch.float32))            # [R_i]
+    return data
+
+
+# ---- Lists -> steps x ranks x micro-batches --------------------------------------------------------------------------
+def plan(cfg, data: dict[str, list], dp_size: int) -> list[list[list[list[int]]]]:
+    """-> plan[optimizer step][dp rank][micro-batch] = sample positions; adds data["loss_weights"].
+
+    Pack first, distribute second: bins of at most max_tokens_per_gpu tokens, as many as a multiple of dp_size, then spread
+    so that ranks carry about the same number of tokens. Groups are never cut between optimizer steps.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, g in enumerate(data["group_indices"]):
+        groups.setdefault(g, []).append(i)
+    groups = list(groups.values())
+    if len(groups) < cfg.num_steps_per_rollout:
+        raise ValueError(f"{len(groups)} groups cannot fill {cfg.num_steps_per_rollout} optimizer steps; "
+                         "set num_steps_per_rollout lower or rollout_batch_size higher")
+    data["loss_weights"] = [0.0] * len(data["tokens"])
+    steps = []
+    for k in range(cfg.num_steps_per_rollout):
+        lo, hi = (len(groups) * j // cfg.num_steps_per_rollout for j in (k, k + 1))
+        members = [i for group in groups[lo:hi] for i in group]
+        set_loss_weights(cfg, data, members)
+        bins = pack_bins([len(data["tokens"][i]) for i in members], cfg.max_tokens_per_gpu, dp_size)
+        bins = [[members[j] for j in one] for one in bins]
+        steps.append(distribute(bins, [sum(len(data["tokens"][i]) for i in one) for one in bins], dp_size))
+    return steps
+
+
+def set_loss_weights(cfg, data: dict[str, list], members: list[int]) -> None:
+    """The factor of each of a sample's trainable tokens in the loss of its optimizer step.
+
+    default                   mean over rollouts of the mean over the rollout's trainable tokens (GRPO 2402.03300, eq. 3)
+    calculate_per_token_loss  mean over all trainable tokens of the step (DAPO 2503.14476, eq. 8)
+    fixed_loss_length = L     sum over tokens / L, mean over rollouts (Dr.GRPO 2503.20783): long answers are not favoured
+    A rollout with no trainable token is in no mean: neither its weight nor the count (upstream counts it).
+    """
+    trainable = {i: int(data["loss_masks"][i].sum()) for i in members}
+    per_rollout = Counter()
+    for i in members:
+        per_rollout[data["rollout_ids"][i]] += trainable[i]
+    rollouts = max(sum(n > 0 for n in per_rollout.values()), 1)
+    for i in members:
+        if not trainable[i]:
+            continue
+        if cfg.calculate_per_token_loss:
+            data["loss_weights"][i] = 1.0 / sum(trainable.values())
+        else:
+            data["loss_weights"][i] = 1.0 / (cfg.fixed_loss_length or per_rollout[data["rollout_ids"][i]]) / rollouts
+
+
+def pack_bins(lengths: list[int], capacity: int, multiple: int) -> list[list[int]]:
+    """First-fit decreasing. -> bins of positions; their number is a multiple of `multiple`, a bin may be empty then."""
+    bins, room = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fit = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        if fit is None:                      # a sample above the capacity gets a bin of its own
+            bins.append([])
+            room.append(capacity)
+            fit = len(bins) - 1
+        bins[fit].append(i)
+        room[fit] -= lengths[i]
+    while len(bins) % multiple:              # every rank runs the same number: split the fullest, or add an empty one
+        b = max(range(len(bins)), key=lambda b: len(bins[b]))
+        half = len(bins[b]) // 2
+        bins.append(bins[b][:half])
+        bins[b] = bins[b][half:]
+    return [sorted(one) for one in bins]
+
+
+def distribute(bins: list[list[int]], loads: list[int], dp_size: int) -> list[list[list[int]]]:
+    """Heaviest bins first, dp_size at a time, the heaviest of them to the rank that has least. -> [rank][micro-batch]"""
+    ranks, total = [[] for _ in range(dp_size)], [0] * dp_size
+    by_load = sorted(range(len(bins)), key=lambda b: -loads[b])
+    for start in range(0, len(bins), dp_size):
+        for b, r in zip(by_load[start:start + dp_size], sorted(range(dp_size), key=lambda r: total[r])):
+            ranks[r].append(bins[b])
+            total[r] += loads[b]
+    return ranks
+
+
+# ---- A micro-batch ---------------------------------------------------------------------------------------------------
+@dataclass
+class PackedBatch:
+    """The tensors of one micro-batch, on the device. The picture is at the top of this file."""
+    tokens: Tensor          # [1, T] int64
+    position_ids: Tensor    # [1, T] position within its own sequence
+    cu_seqlens: Tensor      # [S + 1 or S + 2] int32: where each sequence starts, and the end
+    max_seqlen: int
+    logit_index: Tensor     # [R] int64 into T
+    targets: Tensor         # [R] int64
+    weight: Tensor          # [R] fp32: loss_mask * loss_weight
+    samples: list[int]      # S positions in the data
+    lengths: list[int]      # R_i of each of them, sum is R
+    per_token: dict[str, Tensor]  # [R] advantages, old_logp, rollout_logp, ref_logp, ... whichever the data has
+
+
+PER_TOKEN = {"advantages": "advantages", "old_logp": "log_probs", "ref_logp": "ref_log_probs",
+             "rollout_logp": "rollout_log_probs"}   # LossInput's name -> upstream's key in the data
+
+
+def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu") -> PackedBatch:
+    """Samples at these positions -> one packed micro-batch, padded to a multiple of pad_to tokens."""
+    tokens = [data["tokens"][i] for i in samples]
+    lengths = [data["response_lengths"][i] for i in samples]
+    ends = torch.tensor([len(t) for t in tokens], dtype=torch.int64).cumsum(0)                    # [S]
+    total = int(ends[-1]) if tokens else 0
+    pad = -total % pad_to if total else pad_to
+    if pad:                                  # padding attends only to itself
+        tokens = tokens + [torch.zeros(pad, dtype=torch.int64)]
+    # A response token at position j of the packed row is predicted by the hidden state at j - 1.
+    target_index = torch.cat([torch.arange(int(e) - n, int(e)) for e, n in zip(ends, lengths)] or [torch.zeros(0, dtype=torch.int64)])
+    row = torch.cat(tokens)                                                                       # [T]
+    weights = [data["loss_masks"][i] * data["loss_weights"][i] for i in samples]
+    per_token = {name: torch.cat([data[key][i] for i in samples] or [torch.zeros(0)]).to(device)
+                 for name, key in PER_TOKEN.items() if key in data}
+    seqlens = [len(t) for t in tokens]
+    return PackedBatch(
+        tokens=row[None].to(device),
+        position_ids=torch.cat([torch.arange(n) for n in seqlens])[None].to(device),
+        cu_seqlens=torch.tensor([0, *torch.tensor(seqlens).cumsum(0).tolist()], dtype=torch.int32, device=device),
+        max_seqlen=max(seqlens),
+        logit_index=(target_index - 1).to(device),
+        targets=row[target_index].to(device),
+        weight=torch.cat(weights or [torch.zeros(0)]).float().to(device),
+        samples=list(samples), lengths=lengths, per_token=per_token)

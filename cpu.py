@@ -1,0 +1,146 @@
+"""
+cpu.py: what lets the real stack run with no GPU? An SGLang platform plug-in, and Megatron on gloo.
+
+    sglang (every process) --entry point "sglang.srt.platforms"--> activate() --"cpu.CpuPlatform"--> the class below
+                                                                       |
+                                                          None where there is a GPU: nothing of this file is used
+
+Run:   nothing to run; `pip install -e .` registers the entry point, SGLang's processes find it by package metadata.
+Test:  pytest tests/test_cpu.py
+Knows nothing about: the rest of nanoslime; engines.py chooses the server arguments that go with it.
+Left out on purpose: tensor parallelism of one engine (SGLang's pynccl insists on CUDA), page sizes above 1, MLA, Mamba.
+
+SGLang ships a CPU engine of its own, but it needs kernels that no package registry carries. Its interface for new
+hardware is public, and plain torch can be that hardware: slow, exact, and the same server, scheduler and endpoints.
+"""
+
+
+# ---- SGLang: the platform plug-in --------------------------------------------------------------------------------------
+def activate() -> str | None:
+    """SGLang's entry point: the name of the platform class, or None to leave a machine with a GPU alone."""
+    import torch                             # SGLang has it loaded already
+    return None if torch.cuda.is_available() else "cpu.CpuPlatform"
+
+
+def __getattr__(name: str):
+    """Makes `cpu.CpuPlatform` on demand: its base classes live in SGLang, which takes seconds to import."""
+    if name == "CpuPlatform":
+        return platform_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def platform_class() -> type:
+    """An SRTPlatform that computes everything with plain torch ("native") operations."""
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+
+    class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+        _enum = PlatformEnum.OOT             # out of tree: SGLang asks the methods below instead of its own tables
+
+        def get_dispatch_key_name(self) -> str:
+            return "native"                  # every fused layer's forward_native, written in torch
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"            # scaled_dot_product_attention, one sequence at a time
+
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+            return MHATokenToKVPool
+
+        def get_paged_allocator_cls(self):
+            from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
+            def allocator(size, page_size, dtype, device, kvcache, need_sort):
+                assert page_size == 1, f"page_size {page_size} on CPU; leave page_size unset in the sglang settings"
+                return TokenToKVPoolAllocator(size, dtype, device, kvcache, need_sort)
+            return allocator
+
+        def is_pin_memory_available(self, device=None) -> bool:
+            return False                     # pinned memory is memory a GPU may read
+
+        def apply_server_args_defaults(self, server_args) -> None:
+            from sglang.srt.server_args import add_deterministic_attention_backend_choices
+            add_deterministic_attention_backend_choices(["torch_native"])
+
+        def init_backend(self) -> None:      # runs in every worker, before a model exists
+            replace_gpu_parts()
+
+    return CpuPlatform
+
+
+def replace_gpu_parts() -> None:
+    """The places where SGLang calls CUDA or Triton without asking the platform; two of them only when deterministic."""
+    import torch
+    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    import sglang.srt.layers.sampler as sampler
+    torch.cuda.synchronize = lambda device=None: None              # /weights_checker waits for "the GPU" first
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args: None  # Triton matrix products
+    sampler.murmur_hash32 = murmur_hash32                          # a Triton kernel
+
+
+def murmur_hash32(seed, positions, columns):
+    """MurmurHash3 (x86, 32 bit) of (seed, position, column): the same numbers as SGLang's Triton kernel of this name.
+
+    seed [N] 64 bit, positions [N], columns [V] -> [N, V] int64 holding 32-bit values. It is the random source of
+    a request with a `sampling_seed`: the noise of each (token position, vocabulary entry), whatever else is in the batch.
+    """
+    import torch
+    mask = 0xFFFFFFFF
+
+    def rotate(x, bits):                     # left, within 32 bits
+        return ((x << bits) | (x >> (32 - bits))) & mask
+
+    def mix(h, block):                       # products wrap at 64 bits, which leaves the low 32 right
+        block = rotate((block * 0xCC9E2D51) & mask, 15)
+        return (rotate(h ^ (block * 0x1B873593 & mask), 13) * 5 + 0xE6546B64) & mask
+
+    seed, positions = seed.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]  # [N, 1]
+    h = torch.zeros_like(seed)
+    for block in (seed & mask, (seed >> 32) & mask, positions & mask, columns.to(torch.int64)[None, :]):
+        h = mix(h, block)                    # [N, 1], and [N, V] after the last
+    h = h ^ 16                               # the length of what was hashed, in bytes
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & mask
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
+    return h ^ (h >> 16)                     # [N, V]
+
+
+# ---- Megatron on gloo --------------------------------------------------------------------------------------------------
+def megatron_on_cpu() -> None:
+    """Make Megatron-core's CUDA literals mean the CPU, for the rest of this process. Call once, in its main thread.
+
+    Megatron names CUDA in a few places even when told to use the CPU: `device="cuda"`, `torch.cuda.current_device()`,
+    `.cuda()`, `tensor.type() == "torch.cuda.FloatTensor"`, and its random-number tracker. Nothing else is touched.
+    """
+    import contextlib
+
+    import torch
+    import megatron.core.tensor_parallel.random as megatron_random
+    from torch.overrides import TorchFunctionMode
+
+    def on_cpu(device):
+        return "cpu" if str(device).startswith("cuda") else device
+
+    class CudaMeansCpu(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            kwargs = dict(kwargs or {})
+            if "device" in kwargs:
+                kwargs["device"] = on_cpu(kwargs["device"])
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.to:
+                args = tuple(on_cpu(a) if isinstance(a, (str, torch.device)) else a for a in args)
+            out = func(*args, **kwargs)
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                return out.replace("torch.", "torch.cuda.")   # asked for its name: the optimizer sorts parameters by it
+            return out
+
+    CudaMeansCpu().__enter__()               # for good: this process trains and does nothing else
+    nothing = contextlib.nullcontext()
+    for name, value in dict(current_device=lambda: torch.device("cpu"), synchronize=lambda device=None: None,
+                            set_device=lambda device: None, empty_cache=lambda: None, manual_seed=torch.manual_seed,
+                            get_rng_state=lambda device=None: torch.get_rng_state(),
+                            set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+                            current_stream=lambda device=None: nothing, stream=lambda stream: nothing).items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

@@ -1,0 +1,372 @@
+"""
+model.py: how does Megatron compute? Groups, GPTModel, optimizer, forward only, a train step with the loss passed in,
+checkpoints.
+
+    Hugging Face folder --convert.py--> MegatronModel: chunks (GPTModel in DDP), optimizer, scheduler
+    PackedBatch --forward--> hidden states --algos--> logp, entropy [R] --loss function--> gradients --> new weights
+
+Test:  pytest tests/test_model.py
+Knows nothing about: Ray, SGLang, rewards, advantages. Every rank of the job calls each method, with its own micro-batches.
+Shapes: T packed tokens, R response tokens, V vocabulary, H hidden, tp tensor-parallel ranks.
+
+The ranks are a grid, tensor-parallel fastest (Megatron's order "tp-cp-ep-dp-pp"), here world 8 = tp 2 * dp 2 * pp 2:
+
+                  dp 0           dp 1
+      pp 0     tp 0   tp 1    tp 0   tp 1        rank = tp_rank + tp * (dp_rank + dp * pp_rank)
+      pp 1     tp 0   tp 1    tp 0   tp 1        one row of one column holds one copy of half the layers
+
+No Transformer Engine needed: Megatron's local layer spec lacks two things, and its spec system takes ours instead, a norm
+that knows sequence parallelism and an attention that takes packed sequences.
+"""
+import dataclasses
+import datetime
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+import algos
+import convert
+from buffer import PackedBatch
+
+
+# ---- The rank grid ---------------------------------------------------------------------------------------------------
+@dataclass
+class Grid:
+    """Where this process stands. Groups are None-safe: a group of one rank is skipped by whoever communicates."""
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    tp_group: dist.ProcessGroup
+    pp_rank: int
+    pp_size: int
+    pp_group: dist.ProcessGroup
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+
+def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_port: int) -> Grid:
+    """Join the trainers' process group and cut it into the grid. Every rank must call it; waits train_timeout_s at most."""
+    if cfg.device == "cpu":
+        import cpu
+        cpu.megatron_on_cpu()
+    else:
+        torch.cuda.set_device(0)             # Ray shows this process only its own GPU
+    timeout = datetime.timedelta(seconds=cfg.train_timeout_s)
+    dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl", rank=rank, world_size=world_size, timeout=timeout,
+                            init_method=f"tcp://{master_addr}:{master_port}")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
+        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, math.ceil(cfg.train_timeout_s / 60)))
+    tensor_parallel.model_parallel_cuda_manual_seed(cfg.seed)
+    ps = parallel_state
+    return Grid(rank, world_size,
+                ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_group(),
+                ps.get_pipeline_model_parallel_rank(), ps.get_pipeline_model_parallel_world_size(),
+                ps.get_pipeline_model_parallel_group(),
+                ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), ps.get_data_parallel_group())
+
+
+# ---- The two modules that the local spec lacks -------------------------------------------------------------------------
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm (1910.07467) under Megatron's constructor. With sequence parallelism each TP rank sees part of the tokens, so
+    the weight's gradient must be summed over them: Megatron does so for weights that carry this mark."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each packed sequence: query [T, A/tp, D], key and value [T, G/tp, D] -> [T, A/tp * D]."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
+        super().__init__()
+        self.scale = softmax_scale           # None: 1 / sqrt(D), the default of both functions below
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+        cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        if query.is_cuda:
+            from torch.nn.attention.varlen import varlen_attn
+            repeat = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))               # [T, A/tp, D]
+            out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, is_causal=True, scale=self.scale)
+            return out.flatten(1)                                                                 # [T, A/tp * D]
+        out = []
+        bounds = cu_seqlens.tolist()
+        for start, end in zip(bounds, bounds[1:]):
+            q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))           # [1, A or G, L, D]
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            out.append(o[0].transpose(0, 1).flatten(1))                                           # [L, A/tp * D]
+        return torch.cat(out)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage returns the final hidden states: log-probs are computed from them in chunks of tokens, so
+    that [T, V] logits never exist."""
+
+    def _postprocess(self, hidden_states, *args, **kwargs):
+        return hidden_states                                                     # [T, 1, H]; with SP [T/tp, 1, H]
+
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output matrix. [V/tp, H]"""
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+
+
+# ---- The model -------------------------------------------------------------------------------------------------------
+class MegatronModel:
+    """One set of weights on this rank: built from a Hugging Face folder, trained, saved, and read by the weight sync."""
+
+    def __init__(self, cfg, grid: Grid, hf_folder: str, total_optimizer_steps: int = 0, trainable: bool = True):
+        self.cfg, self.grid, self.hf_folder = cfg, grid, hf_folder
+        self.device = torch.device(cfg.device)
+        self.hf_config = convert.load_hf_config(hf_folder)
+        convert.check_tp(self.hf_config, grid.tp_size)
+        self.dtype = getattr(torch, cfg.dtype)
+        self.config, gpt_kwargs = self.build_config()
+        self.vocab_size = gpt_kwargs["vocab_size"]
+        self.rows = convert.padded_vocab_size(self.vocab_size, grid.tp_size) // grid.tp_size      # V/tp, with padding
+        module = self.build_module(gpt_kwargs)
+        self.chunks = [module]               # a list, because Megatron's schedules take one (virtual pipeline stages)
+        self.load_hf(hf_folder)
+        self.optimizer = self.scheduler = None
+        if trainable:
+            self.wrap(module, total_optimizer_steps)
+        # One padded length for tensor-parallel matrix tiles on a GPU; sequence parallelism needs a multiple of tp anyway.
+        self.pad_to = grid.tp_size * (128 if cfg.device == "cuda" else 1)
+
+    # -- building
+    def build_config(self) -> tuple[TransformerConfig, dict]:
+        cfg = self.cfg
+        fields, gpt_kwargs = convert.megatron_config(self.hf_config)
+        fields |= dict(
+            tensor_model_parallel_size=self.grid.tp_size, pipeline_model_parallel_size=self.grid.pp_size,
+            sequence_parallel=cfg.sequence_parallel, params_dtype=self.dtype, pipeline_dtype=self.dtype,
+            bf16=self.dtype == torch.bfloat16,
+            variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",   # the one that allows variable lengths
+            calculate_per_token_loss=True,   # Megatron must not divide by anything: all denominators are in the loss already
+            use_cpu_initialization=cfg.device == "cpu", perform_initialization=False,   # every weight is loaded
+            gradient_accumulation_fusion=False, persist_layer_norm=False, masked_softmax_fusion=False, apply_rope_fusion=False)
+        return TransformerConfig(**fields | pick(TransformerConfig, cfg.megatron)), gpt_kwargs
+
+    def build_module(self, gpt_kwargs: dict) -> PolicyModel:
+        layer = get_gpt_layer_local_spec(qk_layernorm=self.config.qk_layernorm, normalization="RMSNorm")
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if self.config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+        block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(self.config), layer_norm=Norm)
+        module = PolicyModel(config=self.config, transformer_layer_spec=block,
+                             pre_process=self.grid.pp_rank == 0, post_process=self.grid.is_last_stage,
+                             **gpt_kwargs | {"vocab_size": self.rows * self.grid.tp_size})
+        return module.to(self.device, self.dtype)
+
+    def wrap(self, module: PolicyModel, total_steps: int) -> None:
+        """Gradient buffers, optimizer and learning-rate schedule around the loaded weights."""
+        cfg = self.cfg
+        ddp = dict(use_distributed_optimizer=cfg.use_distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        self.chunks = [DistributedDataParallel(
+            self.config, DistributedDataParallelConfig(**ddp | pick(DistributedDataParallelConfig, cfg.megatron)), module)]
+        opt = dict(optimizer="adam", lr=cfg.lr, min_lr=cfg.min_lr, weight_decay=cfg.weight_decay, adam_beta1=cfg.adam_beta1,
+                   adam_beta2=cfg.adam_beta2, adam_eps=cfg.adam_eps, clip_grad=cfg.clip_grad, params_dtype=self.dtype,
+                   bf16=self.dtype == torch.bfloat16, use_distributed_optimizer=cfg.use_distributed_optimizer)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**opt | pick(OptimizerConfig, cfg.megatron)), self.chunks)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads   # sums over DP, SP norms, tied embeddings over PP
+        steps = max(cfg.lr_decay_iters or total_steps, cfg.lr_warmup_iters + 1)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, init_lr=0.0, max_lr=cfg.lr, min_lr=min(cfg.min_lr, cfg.lr), lr_warmup_steps=cfg.lr_warmup_iters,
+            lr_decay_steps=steps, lr_decay_style=cfg.lr_decay_style, start_wd=cfg.weight_decay, end_wd=cfg.weight_decay,
+            wd_incr_steps=steps, wd_incr_style="constant")
+
+    # -- parameters by their global name
+    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        """(name with the GLOBAL layer number, parameter) of this rank, as convert.py's table calls them."""
+        offset = get_transformer_layer_offset(self.config)
+        for chunk in self.chunks:
+            for name, param in chunk.named_parameters():
+                name = name.removeprefix("module.")
+                if name.startswith("decoder.layers."):
+                    head, tail = name.removeprefix("decoder.layers.").split(".", 1)
+                    name = f"decoder.layers.{int(head) + offset}.{tail}"
+                yield name, param
+
+    @torch.no_grad()
+    def load_hf(self, folder: str) -> None:
+        """Copy a Hugging Face checkpoint into the parameters. Each parameter is found or the load fails by name."""
+        reader = convert.HFReader(folder, self.hf_config)
+        for name, param in self.named_parameters():
+            tensor = convert.to_megatron(self.hf_config, name, reader, self.grid.tp_rank, self.grid.tp_size)
+            assert tensor.shape == param.shape, f"{name}: checkpoint {tuple(tensor.shape)}, model {tuple(param.shape)}"
+            param.copy_(tensor)
+
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of this rank's weights in CPU memory (pinned on a GPU machine: the copy back runs at full bus speed)."""
+        pin = self.device.type == "cuda"
+        return {name: torch.empty(p.shape, dtype=p.dtype, pin_memory=pin).copy_(p) for name, p in self.named_parameters()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        """Put a snapshot's weights in place; the optimizer is not told, so put the trained ones back before it steps."""
+        for name, param in self.named_parameters():
+            param.copy_(snapshot[name], non_blocking=True)
+
+    # -- forward and backward
+    def forward_step(self, post: Callable, data_iterator, model):
+        """Megatron's forward_step_func: run one micro-batch; `post(batch, hidden)` is called on the last stage only."""
+        batch = next(data_iterator)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens,
+                                 max_seqlen_q=batch.max_seqlen, max_seqlen_kv=batch.max_seqlen)
+        hidden = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
+        return hidden, partial(post, batch)
+
+    def log_probs(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Last stage's hidden states -> logp, entropy of the response tokens [R]."""
+        module = self.chunks[-1].module if self.optimizer else self.chunks[-1]
+        # Backward of both: sum over TP ranks, each of which saw only its part of the vocabulary.
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)                 # [T/tp, 1, H] -> [T, 1, H]
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)                 # [T, 1, H]
+        return algos.log_probs_and_entropy(
+            hidden[:, 0].index_select(0, batch.logit_index), module.output_weight(), batch.targets,   # [R, H]: prompts cost nothing
+            temperature=self.cfg.rollout_temperature if self.cfg.loss_type != "sft" else 1.0, vocab_size=self.vocab_size,
+            chunk=self.cfg.log_probs_chunk_size, vocab_start=self.rows * self.grid.tp_rank, group=self.grid.tp_group)
+
+    def run(self, batches: list[PackedBatch], post: Callable, forward_only: bool) -> list:
+        """All micro-batches through Megatron's schedule (none, 1F1B). -> post's results on the last stage, else []."""
+        return get_forward_backward_func()(
+            forward_step_func=partial(self.forward_step, post), data_iterator=iter(batches), model=self.chunks,
+            num_microbatches=len(batches), seq_length=batches[0].tokens.shape[1], micro_batch_size=1,
+            forward_only=forward_only, collect_non_loss_data=forward_only)
+
+    @torch.no_grad()
+    def forward_log_probs(self, batches: list[PackedBatch]) -> list[Tensor]:
+        """logp [R] of each micro-batch under the current weights; [] on all but the last pipeline stage."""
+        for chunk in self.chunks:
+            chunk.eval()
+        return self.run(batches, lambda batch, hidden, non_loss_data=True: self.log_probs(batch, hidden)[0], forward_only=True)
+
+    def train_step(self, batches: list[PackedBatch], loss_fn: Callable) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches.
+
+        loss_fn(LossInput) -> (loss, sums to log). Returns the metrics of the whole step, equal on every rank. Raises
+        FloatingPointError before the weights change where the loss is not finite.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def post(batch, hidden):
+            logp, entropy = self.log_probs(batch, hidden)
+            loss, sums = loss_fn(algos.LossInput(logp=logp, entropy=entropy, weight=batch.weight, **batch.per_token))
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums   # 0 tokens: divide by nothing
+
+        sums = self.reduce_sums(self.run(batches, post, forward_only=False))
+        if not math.isfinite(sums["loss"]):
+            raise FloatingPointError(
+                f"the loss is {sums['loss']}: look at rewards and log-probs of this step in samples.jsonl; the weights are "
+                "unchanged and the last checkpoint is good: lower lr or clip_grad, and --resume")
+        _, grad_norm, _ = self.optimizer.step()
+        if grad_norm is None or not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient norm is {grad_norm} with a finite loss ({sums['loss']:.4g}); the last "
+                                     "checkpoint is good: lower lr, and --resume")
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step(increment=1)
+        return algos.reduce_metrics(sums) | {"grad_norm": float(grad_norm), "lr": lr, "tokens": sums["tokens"]}
+
+    def reduce_sums(self, per_batch: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Add up over micro-batches and DP ranks, then tell every pipeline stage. Every rank must call it."""
+        names, packed = [None], None
+        if self.grid.is_last_stage:
+            names = sorted(per_batch[0])
+            rows = torch.stack([torch.stack([d[n].double() for n in names]) for d in per_batch])  # [micro-batches, names]
+            i = names.index("max_logp")
+            sums, largest = rows.sum(0), rows[:, i].max()
+            if self.grid.dp_size > 1:
+                dist.all_reduce(sums, group=self.grid.dp_group)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.grid.dp_group)
+            sums[i] = largest
+            packed = dict(zip(names, sums.tolist()))
+        if self.grid.pp_size > 1:
+            box = [packed]
+            dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=self.grid.pp_group)
+            packed = box[0]
+        return packed
+
+    # -- checkpoints
+    def save(self, folder: pathlib.Path, extra: dict) -> None:
+        """Weights, optimizer, schedule, RNG and `extra` into `folder`, loadable under any other layout. Every rank calls it.
+
+        Written beside and renamed when complete: a kill at any moment leaves the previous checkpoint as it was.
+        """
+        part = folder.with_name(folder.name + ".part")
+        if self.grid.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        dist.barrier()
+        state = self.sharded_state(is_loading=False) | {"extra": extra, "rng": torch.get_rng_state()}
+        dist_checkpointing.save(state, str(part))
+        dist.barrier()
+        if self.grid.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(part, folder)
+        dist.barrier()
+
+    def load(self, folder: pathlib.Path) -> dict:
+        """The inverse of save; returns `extra`. The layout may differ from the one it was saved under."""
+        # fully_reshardable needs the saved optimizer layout's metadata, nothing else of the saving run.
+        state = dist_checkpointing.load(self.sharded_state(is_loading=True), str(folder))
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
+        return state["extra"]
+
+    @property
+    def module(self) -> PolicyModel:
+        return self.chunks[0].module if self.optimizer else self.chunks[0]
+
+    def sharded_state(self, is_loading: bool) -> dict:
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
+                    "chained_optim_avoid_prefix": True}
+        model = self.module.sharded_state_dict(metadata=metadata)
+        state = {"model": model, "scheduler": self.scheduler.state_dict(),
+                 "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)}
+        return state
+
+
+def pick(cls: type, values: dict) -> dict:
+    """Those of the run file's `megatron` settings that are fields of this dataclass."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    return {k: v for k, v in values.items() if k in names}

@@ -1,0 +1,429 @@
+"""
+test_convert.py: convert.py against transformers' own checkpoints and Megatron's own parameters.
+
+    tiny HF model --save_pretrained--> folder --convert--> shards --convert--> folder --from_pretrained--> equal?
+
+Run:   pytest tests/test_convert.py       CPU only, no network, about 20 s (most of it imports)
+The vocabulary of 101 is odd on purpose: padding is exercised at every TP size.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import convert
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = dict(vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256)
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=5e5, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=8192)
+
+CASES = {  # name -> (config class, what differs from SIZES)
+    "qwen3": ("Qwen3Config", dict(head_dim=32)),  # 4 heads of 32 in a hidden size of 64: o_proj is not square
+    "qwen3_tied": ("Qwen3Config", dict(head_dim=32, tie_word_embeddings=True)),
+    "qwen2": ("Qwen2Config", dict()),
+    "qwen2_tied": ("Qwen2Config", dict(tie_word_embeddings=True)),
+    "llama": ("LlamaConfig", dict(head_dim=32, rope_parameters=LLAMA3_ROPE)),
+    "llama_tied": ("LlamaConfig", dict(tie_word_embeddings=True,
+                                       rope_parameters=dict(rope_type="default", rope_theta=1e5))),
+}
+
+
+def make_config(case, **changes):
+    import transformers
+
+    cls, extra = CASES[case]
+    return getattr(transformers, cls)(**(SIZES | extra | changes))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One folder per case, written by transformers: every parameter random, norms and biases too."""
+    from transformers import AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("models")
+    for seed, case in enumerate(CASES):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(make_config(case))
+        for p in model.parameters():  # NOTE: norms start at 1 and biases at 0, which would hide a swap
+            torch.nn.init.normal_(p)
+        model.save_pretrained(root / case)
+        (root / case / "tokenizer.json").write_text("{}")  # carried over by save_hf
+        (root / case / "optimizer.pt").write_text("x")  # not carried over
+    return root
+
+
+@pytest.fixture
+def broken(folders, tmp_path):
+    """A copy of the qwen3 folder in several shards, to be damaged by a test."""
+    reader = convert.HFReader(folders / "qwen3")
+    tensors = ((n, reader(n)) for n in reader.names())
+    convert.save_hf(tmp_path / "m", folders / "qwen3", reader.hf_config, tensors, max_shard_bytes=100_000)
+    return tmp_path / "m"
+
+
+def megatron_names(cfg):
+    """All parameters of an uncut Megatron model, by the table."""
+    rules = convert.family(cfg).rules(cfg)
+    return {r.megatron.format(i=i) for r in rules if not r.load_only for i in range(cfg.num_hidden_layers)}
+
+
+# ---- round trip -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_is_bit_exact(folders, case, tp_size):
+    reader = convert.HFReader(folders / case)
+    cfg, back = reader.hf_config, {}
+    for name in sorted(megatron_names(cfg)):
+        shards = [convert.to_megatron(cfg, name, reader, r, tp_size) for r in range(tp_size)]
+        assert len({s.shape for s in shards}) == 1, f"{name}: every TP rank has the same shape"
+        for hf_name, tensor in convert.to_hf(cfg, name, shards):
+            assert hf_name not in back, f"{hf_name} written twice"
+            back[hf_name] = tensor
+    assert back.keys() == convert.hf_names(cfg) == set(reader.names())
+    for name, tensor in back.items():
+        assert torch.equal(tensor, reader(name)), name
+
+
+def test_tied_output_layer_loads_the_embedding_and_is_written_once(folders):
+    # The last pipeline stage of a tied model owns a copy under the name output_layer.weight.
+    reader = convert.HFReader(folders / "qwen3_tied")
+    head = convert.to_megatron(reader.hf_config, "output_layer.weight", reader, 0, 1)
+    assert torch.equal(head[:101], reader("model.embed_tokens.weight"))
+    assert convert.to_hf(reader.hf_config, "output_layer.weight", [head]) == []
+
+
+def test_tp1_copies_nothing_but_qkv(folders):
+    reader = convert.HFReader(folders / "qwen3")
+    for name in sorted(megatron_names(reader.hf_config)):
+        shard = convert.to_megatron(reader.hf_config, name, reader, 0, 1)
+        ours = shard.untyped_storage().data_ptr()
+        for hf_name, t in convert.to_hf(reader.hf_config, name, [shard]):
+            is_view = t.untyped_storage().data_ptr() == ours
+            assert is_view == ("linear_qkv" not in name), hf_name
+
+
+# ---- layout, by direct definition -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "llama"])
+def test_qkv_computes_the_same_heads(folders, case, tp_size):
+    """Cut each rank's fused projection as Megatron's attention does; compare every head with HF's projections."""
+    reader = convert.HFReader(folders / case)
+    cfg = reader.hf_config
+    groups, heads, d = 2, 4, convert.head_dim_of(cfg)
+    x = torch.randn(5, 64, dtype=torch.float64)  # [T, H]
+    hf = {}
+    for p in "qkv":
+        y = x @ reader(f"model.layers.1.self_attn.{p}_proj.weight").double().T
+        if case == "qwen2":
+            y = y + reader(f"model.layers.1.self_attn.{p}_proj.bias").double()
+        hf[p] = y.view(5, -1, d)  # [T, heads, D]
+    for r in range(tp_size):
+        name = "decoder.layers.1.self_attention.linear_qkv."
+        mixed = x @ convert.to_megatron(cfg, name + "weight", reader, r, tp_size).double().T
+        if case == "qwen2":
+            mixed = mixed + convert.to_megatron(cfg, name + "bias", reader, r, tp_size).double()
+        mixed = mixed.view(5, groups // tp_size, heads // groups + 2, d)  # [T, G/tp, A/G + 2, D]
+        for local in range(groups // tp_size):
+            g = r * (groups // tp_size) + local
+            torch.testing.assert_close(mixed[:, local, :2], hf["q"][:, 2 * g : 2 * g + 2])
+            torch.testing.assert_close(mixed[:, local, 2], hf["k"][:, g])
+            torch.testing.assert_close(mixed[:, local, 3], hf["v"][:, g])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_mlp_of_the_shards_sums_to_the_whole(folders, tp_size):
+    reader = convert.HFReader(folders / "llama")
+    cfg = convert.load_hf_config(folders / "llama")
+    cfg.num_key_value_heads = 4  # only so that check_tp lets tp 4 pass: the MLP does not look at it
+    w = {p: reader(f"model.layers.2.mlp.{p}_proj.weight").double() for p in ("gate", "up", "down")}
+    x, silu = torch.randn(5, 64, dtype=torch.float64), torch.nn.functional.silu  # x [T, H]
+    whole = (silu(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T  # [T, H]
+    parts = 0
+    for r in range(tp_size):
+        names = [f"decoder.layers.2.mlp.linear_fc{k}.weight" for k in (1, 2)]
+        fc1, fc2 = (convert.to_megatron(cfg, name, reader, r, tp_size).double() for name in names)
+        gate, up = (x @ fc1.T).chunk(2, dim=-1)  # [T, F/tp] each, as Megatron's gated linear unit cuts it
+        parts = parts + (silu(gate) * up) @ fc2.T  # row-parallel: the all-reduce is this sum
+    torch.testing.assert_close(parts, whole)
+
+
+def test_vocabulary_padding_is_zeros_at_the_end(folders):
+    assert [convert.padded_vocab_size(v, t) for v, t in ((101, 1), (101, 2), (151936, 16), (128256, 8))] == [
+        104, 112, 151936, 128256]
+    reader = convert.HFReader(folders / "qwen3")
+    shards = [convert.to_megatron(reader.hf_config, "output_layer.weight", reader, r, 2) for r in range(2)]
+    full = torch.cat(shards)  # [V_padded, H]
+    assert full.shape == (112, 64) and torch.equal(full[:101], reader("lm_head.weight")) and not full[101:].any()
+    tiny = torch.ones(3, 2)  # a vocabulary that ends before the last rank: that rank is all padding
+    assert not convert.VOCAB.shard(tiny, 1, 2).any() and convert.VOCAB.shard(tiny, 1, 2).shape == (8, 2)
+
+
+# ---- against a real Megatron model ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    """Megatron's groups on one process: a gloo world of one, from a file store (no port to collide on)."""
+    import tempfile
+
+    from megatron.core import parallel_state
+
+    with tempfile.NamedTemporaryFile() as store:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_shapes_and_rope_match_a_real_gptmodel(folders, megatron, case):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    from transformers import AutoModelForCausalLM
+
+    reader = convert.HFReader(folders / case)
+    cfg = reader.hf_config
+    fields, gpt_kwargs = convert.megatron_config(cfg)
+    gpt_kwargs["vocab_size"] = convert.padded_vocab_size(gpt_kwargs["vocab_size"], 1)
+    config = TransformerConfig(**fields, use_cpu_initialization=True, persist_layer_norm=False)
+    spec = get_gpt_layer_local_spec(qk_layernorm=fields["qk_layernorm"], normalization=fields["normalization"])
+    model = GPTModel(config, spec, **gpt_kwargs)
+
+    params = dict(model.named_parameters())
+    assert params.keys() == megatron_names(cfg)
+    for name, p in params.items():
+        assert convert.to_megatron(cfg, name, reader, 0, 1).shape == p.shape, name
+    # Rope: the frequencies themselves, so theta, head_dim and llama3 scaling all agree with transformers.
+    hf_rope = AutoModelForCausalLM.from_pretrained(folders / case).model.rotary_emb
+    torch.testing.assert_close(model.rotary_pos_emb.inv_freq, hf_rope.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_transformer_engine_names_are_the_same_rules():
+    cfg = make_config("qwen3")
+    for te, local in (("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+                      ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")):
+        found = convert.find_rule(cfg, f"decoder.layers.2.{te}")
+        assert found == convert.find_rule(cfg, f"decoder.layers.2.{local}") and found[1] == 2
+    beyond, unknown = "decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.0.mlp.router.weight"
+    for name in (beyond, unknown, "value_head.weight"):
+        with pytest.raises(KeyError, match="no rule of qwen3 .3 layers. covers"):
+            convert.find_rule(cfg, name)
+
+
+# ---- refusals, by name ----------------------------------------------------------------------------------------------
+
+YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+    "case, changes, message",
+    [
+        ("qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=1), "use_sliding_window"),
+        ("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "use_sliding_window"),
+        ("qwen3", dict(rope_parameters=YARN), "rope type 'yarn' is not covered"),
+        ("llama", dict(rope_parameters=LLAMA3_ROPE | dict(high_freq_factor=8.0)), "high_freq_factor.*RotaryEmbedding"),
+        ("llama", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "partial_rotary_factor"),
+        ("llama", dict(attention_bias=True), "attention_bias"),
+        ("llama", dict(mlp_bias=True), "mlp_bias"),
+        ("qwen3", dict(attention_bias=True), "attention_bias"),
+        ("qwen3", dict(attention_dropout=0.1), "attention_dropout"),
+        ("qwen3", dict(hidden_act="gelu"), "hidden_act"),
+        ("qwen3", dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
+        ("qwen3", dict(architectures=["Qwen3ForSequenceClassification"]), "architectures"),
+        ("qwen2", dict(logit_softcap=30.0), "logit_softcap.*does not know this key"),
+        ("llama", dict(sliding_window=64), "sliding_window.*does not know this key"),
+    ],
+)
+def test_config_that_is_not_covered_is_refused_by_name(case, changes, message):
+    cfg = make_config(case, **changes)
+    with pytest.raises(ValueError, match=message):
+        convert.family(cfg)
+    with pytest.raises(ValueError, match=message):  # so no model can be built from it either
+        convert.megatron_config(cfg)
+
+
+def test_smollm2_and_old_rope_keys_pass(tmp_path):
+    # The keys of SmolLM2's config.json as published: old rope keys and harmless extras.
+    raw = dict(SIZES, model_type="llama", architectures=["LlamaForCausalLM"], is_llama_config=True, pretraining_tp=1,
+               rope_interleaved=False, rope_scaling=None, rope_theta=100000, rms_norm_eps=1e-5, torch_dtype="bfloat16",
+               tie_word_embeddings=True, attention_bias=False, mlp_bias=False, initializer_range=0.041,
+               **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    fields, gpt_kwargs = convert.megatron_config(convert.load_hf_config(tmp_path))
+    assert gpt_kwargs["rotary_base"] == 100000 and gpt_kwargs["rope_scaling"] is False
+    assert gpt_kwargs["share_embeddings_and_output_weights"] is True
+    assert (fields["num_layers"], fields["kv_channels"], fields["layernorm_epsilon"]) == (3, 16, 1e-5)
+
+
+def test_tp_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="2 kv heads .* cannot be cut over tp 4; set tensor_model_parallel_size"):
+        convert.check_tp(make_config("qwen3"), 4)
+    with pytest.raises(ValueError, match="ffn size 97"):
+        convert.check_tp(make_config("qwen3", intermediate_size=97), 2)
+
+
+def test_folders_and_types_that_are_not_there(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def offline(name, allow_patterns):  # what snapshot_download does with no network, minus 25 s of retries
+        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    for name, why in (("/no/such/folder", "no such folder"), ("Qwen/NoSuch", "the hub did not give it"),
+                      (str(tmp_path), "holds no config.json")):
+        with pytest.raises(ValueError, match=f"model folder {name} not found: .*{why}.*; give a folder with"):
+            convert.load_hf_config(name)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba7"}')
+    with pytest.raises(ValueError, match="'mamba7' has no rule table .there is: llama, qwen2, qwen3.; add a table"):
+        convert.load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match="config.json cannot be read"):
+        convert.load_hf_config(tmp_path)
+
+
+def test_hub_name_is_read_from_its_snapshot(folders, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(folders / "llama"))
+    assert "lm_head.weight" in convert.HFReader("someone/llama").names()
+
+
+# ---- reading damaged folders ----------------------------------------------------------------------------------------
+
+
+def test_reader_on_a_sharded_folder(folders, broken):
+    whole, sharded = convert.HFReader(folders / "qwen3"), convert.HFReader(broken)
+    assert len(sharded.files) > 2 and set(sharded.names()) == set(whole.names())
+    assert all(torch.equal(sharded(n), whole(n)) for n in whole.names())
+
+
+def test_reader_refuses_a_missing_shard(broken):
+    sorted(broken.glob("model-*"))[1].unlink()
+    with pytest.raises(ValueError, match="model-00002-of-.*is missing"):
+        convert.HFReader(broken)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 5000])
+def test_reader_refuses_a_truncated_file(broken, keep):
+    os.truncate(sorted(broken.glob("model-*"))[0], keep)
+    with pytest.raises(ValueError, match="model-00001-of-.*is damaged or cut short"):
+        convert.HFReader(broken)
+
+
+def test_reader_accounts_for_every_name(broken):
+    from safetensors.torch import load_file, save_file
+
+    file = sorted(broken.glob("model-*"))[0]
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file({n: t for n, t in tensors.items() if n != name}, file)
+    with pytest.raises(ValueError, match=f"lacks: {name}"):
+        convert.HFReader(broken)
+    save_file(tensors | {"model.layers.0.adapter.weight": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match="unknown tensors: model.layers.0.adapter.weight"):
+        convert.HFReader(broken)
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(1)}, file)  # an old buffer
+    assert "model.layers.0.self_attn.rotary_emb.inv_freq" not in convert.HFReader(broken).names()
+    (broken / convert.INDEX).write_text("{}")
+    with pytest.raises(ValueError, match="index.json is damaged"):
+        convert.HFReader(broken)
+    (broken / convert.INDEX).unlink()
+    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+        convert.HFReader(broken)
+
+
+def test_stored_twin_of_a_tied_embedding_is_ignored(folders, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = folders / "llama_tied"
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.zeros(101, 64)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    assert set(convert.HFReader(tmp_path).names()) == set(tensors)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama_tied"])
+@pytest.mark.parametrize("max_shard_bytes", [60_000, 5 * 10**9])
+def test_save_hf_loads_in_transformers(folders, tmp_path, case, max_shard_bytes):
+    from transformers import AutoModelForCausalLM
+
+    reader = convert.HFReader(folders / case)
+    cfg = reader.hf_config
+
+    def stream():  # as the trainer does: Megatron shards of 2 ranks, bf16, gathered one by one
+        for name in sorted(megatron_names(cfg)):
+            shards = [convert.to_megatron(cfg, name, reader, r, 2).bfloat16() for r in (0, 1)]
+            yield from convert.to_hf(cfg, name, shards)
+
+    convert.save_hf(tmp_path / "new" / "out", folders / case, cfg, stream(), max_shard_bytes)
+    files = sorted(p.name for p in (tmp_path / "new" / "out").iterdir())
+    assert "tokenizer.json" in files and "generation_config.json" in files and "optimizer.pt" not in files
+    assert ("model.safetensors" in files) == (max_shard_bytes > 10**9)
+    shards = list((tmp_path / "new" / "out").glob("*.safetensors"))
+    assert all(s.stat().st_size < max_shard_bytes + 5_000 for s in shards)  # 5,000: the header
+    assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "out"]  # nothing left over beside it
+
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype == torch.bfloat16
+    for name, tensor in model.state_dict().items():
+        if name in convert.hf_names(cfg):
+            assert torch.equal(tensor, reader(name).bfloat16()), name
+
+
+def test_save_hf_never_leaves_half_a_checkpoint(folders, tmp_path):
+    source = folders / "qwen3"
+    reader = convert.HFReader(source)
+
+    def killed():
+        yield from [(n, reader(n)) for n in reader.names()[:5]]
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        convert.save_hf(out, source, reader.hf_config, killed())
+    assert not list(tmp_path.iterdir())
+    everything = [(n, reader(n)) for n in reader.names()]
+    convert.save_hf(out, source, reader.hf_config, everything)
+    with pytest.raises(AssertionError, match=f"missing: {everything[0][0]}; extra: ;"):
+        convert.save_hf(out, source, reader.hf_config, everything[1:])
+    with pytest.raises(AssertionError, match="given twice"):
+        convert.save_hf(out, source, reader.hf_config, everything + everything[:1])
+    assert len(convert.HFReader(out).names()) == len(everything)  # the older checkpoint stands
+    convert.save_hf(out, source, reader.hf_config, everything)  # and can be replaced by a complete one
+    (tmp_path / "notes").mkdir()
+    for path in (source, tmp_path / "notes"):  # never the source model, never a folder that is no checkpoint
+        with pytest.raises(ValueError, match="is not replaced"):
+            convert.save_hf(path, source, reader.hf_config, everything)
+    assert convert.HFReader(source).names()
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def test_check_command(folders, broken):
+    report = convert.check(folders / "qwen3_tied")
+    model_parameters = 101 * 64 + 64 + 3 * (2 * 64 + 2 * 32 + 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96)
+    assert f"{model_parameters:,} in F32" in report and "qwen3: 3 layers, tied embeddings" in report
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    with pytest.raises(ValueError, match=r"mlp.down_proj.weight \(64, 96\) instead of \(64, 128\)"):
+        convert.check(broken)
+    command = [sys.executable, "convert.py", "check", "/no/such"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: model folder /no/such not found"), done.stderr
