@@ -208,7 +208,7 @@ TE_ALIAS = {".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.we
 # What old or odd checkpoints carry beside the weights: derived values, never parameters.
 BUFFERS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)")
 
-WINDOW = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+WINDOW = {"sliding_window", "max_window_layers"}  # mean nothing unless use_sliding_window is true, which is refused
 
 # FORK POINT: a model family. Compose rule lists, say what differs in TransformerConfig and which keys of config.json
 # the table understands; add a tiny config to CASES in tests/test_convert.py and run `python convert.py check FOLDER`.
@@ -216,9 +216,9 @@ FAMILIES = {f.model_type: f for f in [
     Family("qwen2", "Qwen2ForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + QKV_BIAS + MLP,
            dict(add_qkv_bias=True), WINDOW),
     Family("qwen3", "Qwen3ForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + QK_NORM + MLP,
-           dict(qk_layernorm=True), WINDOW | {"attention_bias"}),
+           dict(qk_layernorm=True), WINDOW),
     Family("llama", "LlamaForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + MLP,
-           dict(), {"attention_bias", "mlp_bias"}),
+           dict(), set()),
 ]}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,15 +226,22 @@ FAMILIES = {f.model_type: f for f in [
 
 # Read by megatron_config or looked at by refuse_unsupported.
 HANDLED = set("""
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
-    max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters attention_dropout
-    architectures model_type quantization_config""".split())
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters
+    layer_types architectures model_type""".split())
 # Known to leave logits alone: bookkeeping, generation settings, labels of classifiers, marks of the saving tool.
 INERT = set("""
     transformers_version _name_or_path dtype torch_dtype use_cache bos_token_id eos_token_id pad_token_id return_dict
     output_hidden_states output_attentions chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type
     _attn_implementation attn_implementation tokenizer_class pretraining_tp is_llama_config transformers.js_config
     unsloth_fixed unsloth_version""".split())
+MUST_BE_OFF = dict(
+    use_sliding_window="only full attention is covered; set it to false if your sequences stay below the window",
+    attention_bias="the table has no rule for these biases; add rules in convert.py",
+    mlp_bias="the table has no rule for these biases; add rules in convert.py",
+    attention_dropout="dropout makes the trainer's log-probs random; set it to 0.0 in config.json",
+    quantization_config="training needs plain weights; give the unquantized checkpoint",
+)
 LLAMA3 = dict(low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)  # fixed in Megatron's code
 
 
@@ -253,7 +260,7 @@ def load_hf_config(path_or_hub_name):
 
 
 def family(hf_config) -> Family:
-    """The table for this config, once everything that config.json says is known to be covered; else ValueError."""
+    """The table for this config. ValueError unless everything that config.json says is covered."""
     fam = lookup(hf_config.model_type)
     refuse_unsupported(hf_config, fam)
     return fam
@@ -275,24 +282,19 @@ def refuse_unsupported(cfg, fam):
 
     if values.get("architectures") and fam.architecture not in values["architectures"]:
         refuse("architectures", f"only {fam.architecture} is covered; give the causal language model")
-    if values.get("quantization_config"):
-        refuse("quantization_config", "training needs plain weights; give the unquantized checkpoint")
     if values.get("hidden_act") != "silu":
         refuse("hidden_act", "only silu (gated) is covered; add the activation to megatron_config in convert.py")
-    for key in ("attention_bias", "mlp_bias"):
-        if values.get(key):
-            refuse(key, f"the {fam.model_type} table has no rule for these biases; add rules in convert.py")
-    if values.get("attention_dropout"):
-        refuse("attention_dropout", "dropout makes the trainer's log-probs random; set it to 0.0 in config.json")
-    if values.get("use_sliding_window") or set(values.get("layer_types") or []) - {"full_attention"}:
-        refuse("use_sliding_window", "only full attention is covered; set it to false and drop layer_types from "
-               "config.json if your sequences stay below the window")
+    if set(values.get("layer_types") or []) - {"full_attention"}:
+        refuse("layer_types", "only full attention is covered; use a model whose layers all have it")
     if cfg.num_attention_heads % cfg.num_key_value_heads:
         refuse("num_key_value_heads", f"it does not divide the {cfg.num_attention_heads} heads; fix config.json")
+    for key, why in MUST_BE_OFF.items():
+        if values.get(key):
+            refuse(key, why)
     refuse_rope(cfg.rope_parameters or {}, refuse)
     for key, value in values.items():
         off = value is None or value is False or value in ("", [], {})
-        if not off and key not in HANDLED | INERT | fam.handled:
+        if not off and key not in HANDLED | INERT | MUST_BE_OFF.keys() | fam.handled:
             refuse(key, f"convert.py does not know this key for {fam.model_type}; if it leaves the logits alone, add "
                    "it to INERT in convert.py, else handle it in megatron_config")
 
@@ -372,7 +374,7 @@ def check_tp(hf_config, tp_size: int):
 
 def find_rule(hf_config, megatron_name: str) -> tuple[Rule, int | None]:
     """The rule of one parameter, and its global layer number (None outside the layers). KeyError if none covers it."""
-    # Only a lookup, cheap enough for a weight sync: megatron_config has checked the config before any parameter exists.
+    # Only a lookup, cheap enough for a weight sync: megatron_config checked the config before any parameter existed.
     for te, local in TE_ALIAS.items():
         megatron_name = megatron_name.replace(te, local)
     number = re.match(r"decoder\.layers\.(\d+)\.", megatron_name)
@@ -434,17 +436,15 @@ def model_folder(path_or_hub_name, patterns: list[str]) -> Path:
     """The local folder of a model: the path itself, or a hub name's snapshot with the files matching `patterns`."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(path_or_hub_name).expanduser()
-    why = "there is no such folder"
+    folder, why = Path(path_or_hub_name).expanduser(), "there is no such folder"
     # "name" or "owner/name" may be a hub name; anything that starts like a path or has more slashes is not
     if not folder.is_dir() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path_or_hub_name)):
         try:
             folder = Path(snapshot_download(str(path_or_hub_name), allow_patterns=patterns))
         except (OSError, ValueError) as e:  # no network, no such repository, not allowed
-            why = f"there is no such folder, and the hub did not give it ({type(e).__name__}: {str(e)[:200]})"
-    if folder.is_dir():
-        why = "the folder holds no config.json"
+            why += f", and the hub did not give it ({type(e).__name__}: {str(e)[:200]})"
     if not (folder / "config.json").is_file():
+        why = "the folder holds no config.json" if folder.is_dir() else why
         raise ValueError(f"model folder {path_or_hub_name} not found: {why}; give a folder with config.json or a hub "
                          "name you can reach")
     return folder
@@ -463,8 +463,16 @@ class HFReader:
         self.files = {}  # file name -> open safetensors handle: a memory map, no weights are read
         self.where = {}  # tensor name -> file name
         for file in self._weight_files():
-            self._open(file)
-        self._account()
+            self.files[file] = self._open(file)
+            for name in self.files[file].keys():
+                self.where[name] = file
+        # Every weight is accounted for: nothing missing, nothing unused.
+        expected = hf_names(self.hf_config)
+        unknown = [n for n in self.where if n not in expected and not ignorable(self.hf_config, n)]
+        for what, names in (("lacks", expected - self.where.keys()), ("has unknown tensors", unknown)):
+            if names:
+                raise ValueError(f"{self.folder} {what}: {some(names)}; give a complete {self.hf_config.model_type} "
+                                 "causal language model with the config.json that was saved with it")
 
     def __call__(self, name: str) -> Tensor:
         return self.files[self.where[name]].get_tensor(name)  # on the CPU, dtype as stored
@@ -473,11 +481,10 @@ class HFReader:
         """The names to be used: exactly hf_names(hf_config), in the order of the files."""
         return [name for name in self.where if not ignorable(self.hf_config, name)]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.files[self.where[name]].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        return self.files[self.where[name]].get_slice(name).get_dtype()  # as safetensors calls it: "BF16", "F32"
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """(dtype as safetensors calls it, such as "BF16"; shape) without reading the tensor."""
+        entry = self.files[self.where[name]].get_slice(name)
+        return entry.get_dtype(), tuple(entry.get_shape())
 
     def _weight_files(self) -> list[str]:
         # Same order of preference as transformers. Other *.safetensors (Llama's consolidated.*) are not ours to read.
@@ -498,27 +505,13 @@ class HFReader:
         if not path.is_file():
             raise ValueError(f"{path} is missing, though {INDEX} names it; finish the download or copy it again")
         try:
-            handle = safe_open(path, framework="pt")  # checks that the header's offsets fill the file exactly
+            return safe_open(path, framework="pt")  # checks that the tensors fill the file exactly
         except (SafetensorError, OSError) as e:
             raise ValueError(f"{path} is damaged or cut short ({e}); copy or download it again") from e
-        self.files[file] = handle
-        for name in handle.keys():
-            if name in self.where:
-                raise ValueError(f"{name} is in {self.where[name]} and {file}; save the model again, each tensor once")
-            self.where[name] = file
-
-    def _account(self):
-        """Every weight is accounted for: nothing missing, nothing unused."""
-        expected = hf_names(self.hf_config)
-        unknown = [n for n in self.where if n not in expected and not ignorable(self.hf_config, n)]
-        for what, names in (("lacks", sorted(expected - self.where.keys())), ("has unknown tensors", sorted(unknown))):
-            if names:
-                raise ValueError(f"{self.folder} {what}: {some(names)}; give a complete {self.hf_config.model_type} "
-                                 "causal language model with the config.json that was saved with it")
 
 
 def some(names) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def save_hf(path, source_path, hf_config, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 5 * 10**9):
@@ -568,7 +561,7 @@ def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype
 
     missing, extra = hf_names(hf_config) - weight_map.keys(), weight_map.keys() - hf_names(hf_config)
     assert not missing and not extra, (
-        f"save_hf got {len(weight_map)} tensors; missing: {some(sorted(missing))}; extra: {some(sorted(extra))}; "
+        f"save_hf got {len(weight_map)} tensors; missing: {some(missing)}; extra: {some(extra)}; "
         "did every pipeline stage send its parameters, with global layer numbers?"
     )
     # Only now is the number of files known, which transformers' naming wants in every name.
@@ -609,26 +602,26 @@ def check(folder) -> str:
         state = AutoModelForCausalLM.from_config(hf_config).state_dict()
     shapes = {name: tuple(t.shape) for name, t in state.items() if not ignorable(hf_config, name)}
     odd = shapes.keys() ^ hf_names(hf_config)
-    assert not odd, f"the {fam.model_type} table and transformers differ: {some(sorted(odd))}; fix the table"
-    wrong = [f"{n} {reader.shape(n)} instead of {s}" for n, s in sorted(shapes.items()) if reader.shape(n) != s]
+    assert not odd, f"the {fam.model_type} table and transformers differ: {some(odd)}; fix the table"
+    found = {name: reader.header(name) for name in reader.names()}  # name -> (dtype, shape)
+    wrong = [f"{n} {found[n][1]} instead of {shape}" for n, shape in shapes.items() if found[n][1] != shape]
     if wrong:
         raise ValueError(f"{folder} has tensors of another shape than its config.json implies: {some(wrong)}; "
                          "give the config.json that was saved with these weights")
-    parameters = sum(torch.Size(s).numel() for s in shapes.values())
+    tied = "tied" if hf_config.tie_word_embeddings else "untied"
+    parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+    ignored = len(reader.where) - len(found)
     return (
-        f"family      {fam.model_type}: {hf_config.num_hidden_layers} layers, "
-        f"{'tied' if hf_config.tie_word_embeddings else 'untied'} embeddings\n"
-        f"parameters  {parameters:,} in {'/'.join(sorted({reader.dtype(n) for n in shapes}))}\n"
-        f"tensors     {len(shapes)} in {len(reader.files)} file(s): all covered, every shape right; "
-        f"{len(reader.where) - len(shapes)} ignored by name"
+        f"family      {fam.model_type}: {hf_config.num_hidden_layers} layers, {tied} embeddings\n"
+        f"parameters  {parameters:,} in {'/'.join(sorted({dtype for dtype, _ in found.values()}))}\n"
+        f"tensors     {len(found)} in {len(reader.files)} file(s): all covered, every shape right; {ignored} ignored"
     )
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Account for the weights of a model folder.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("check", help="family, parameter count, and that every tensor is covered (headers only)")
-    one.add_argument("folder", help="folder with config.json and *.safetensors, or a hub name")
+    parser = argparse.ArgumentParser(description="Account for the weights of a model folder (reads headers only).")
+    parser.add_argument("command", choices=["check"])
+    parser.add_argument("folder", help="folder with config.json and *.safetensors, or a hub name")
     args = parser.parse_args()
     try:
         print(check(args.folder))

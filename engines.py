@@ -63,18 +63,16 @@ class Engines:
             self.router.start(limit_s)
             # The actors keep the limit themselves; 30 s more is for Ray, which may have no room to place an actor.
             self.urls = ray.get(started, timeout=limit_s + 30)
-            for url in self.urls:
-                self.router.register(url, limit_s - (time.monotonic() - begin))
+            self._register(limit_s - (time.monotonic() - begin))
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        import ray
+        self.router.stop()                   # first, or it fills its log with the engines' deaths
         for actor in self.actors:
-            self._end(ray, actor)
+            self._end(actor)
         self.actors, self.urls = [], []
-        self.router.stop()
 
     def __enter__(self):
         self.start()
@@ -151,7 +149,7 @@ class Engines:
                               f"Set max_engine_restarts higher to go on all the same.\n{tail(log)}")
         self.check_router()
         self.router.unregister(self.urls[rank])
-        self._end(ray, self.actors[rank])
+        self._end(self.actors[rank])
         self.actors[rank] = self._actor(rank)
         limit_s = self.cfg.start_timeout_s
         self.urls[rank] = ray.get(self.actors[rank].start.remote(limit_s), timeout=limit_s + 30)
@@ -162,11 +160,14 @@ class Engines:
         if self.router.alive():
             return True
         self.router.start(self.cfg.start_timeout_s)
-        for url in self.urls:
-            self.router.register(url, self.cfg.start_timeout_s)
+        self._register(self.cfg.start_timeout_s)
         return False
 
     # -- helpers
+    def _register(self, timeout_s: float) -> None:
+        with ThreadPoolExecutor(len(self.urls)) as pool:   # each waits about 1 s for its first health check
+            list(pool.map(lambda url: self.router.register(url, timeout_s), self.urls))
+
     def _urls(self, only: list[int] | None) -> list[str]:
         return self.urls if only is None else [self.urls[rank] for rank in only]
 
@@ -187,7 +188,8 @@ class Engines:
         return ray.remote(Engine).options(**options).remote(args, str(self.log_dir / f"engine_{rank}.log"), cpu_engines)
 
     @staticmethod
-    def _end(ray, actor) -> None:
+    def _end(actor) -> None:
+        import ray
         try:
             ray.get(actor.stop.remote(), timeout=30)
         except ray.exceptions.RayError:      # dead, or busy starting; its servers hang on its life

@@ -18,6 +18,7 @@ The ranks are a grid, tensor-parallel fastest (Megatron's order "tp-cp-ep-dp-pp"
 No Transformer Engine needed: Megatron's local layer spec lacks two things, and its spec system takes ours instead, a norm
 that knows sequence parallelism and an attention that takes packed sequences.
 """
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -37,6 +38,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -345,10 +347,10 @@ class MegatronModel:
 
     def load(self, folder: pathlib.Path) -> dict:
         """The inverse of save; returns `extra`. The layout may differ from the one it was saved under."""
-        # fully_reshardable needs the saved optimizer layout's metadata, nothing else of the saving run.
         state = dist_checkpointing.load(self.sharded_state(is_loading=True), str(folder))
         self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        with torch_adam_steps(self.optimizer):
+            self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
         return state["extra"]
@@ -364,6 +366,33 @@ class MegatronModel:
         state = {"model": model, "scheduler": self.scheduler.state_dict(),
                  "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)}
         return state
+
+
+@contextlib.contextmanager
+def torch_adam_steps(optimizer):
+    """Two repairs of Megatron's optimizer loading for torch's Adam, the one used without Transformer Engine and apex.
+
+    Its loader copies every entry of a parameter's state and finds no "step" in the file, where that is stored once; and it
+    hands one step tensor to all parameters, which Adam would then raise once for each of them.
+    """
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(self, param, tensors):
+        group, order = self.model_param_group_index_map[param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state:
+            tensors = tensors | {"step": state["step"]}
+        original(self, param, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = original
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in one.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
 
 
 def pick(cls: type, values: dict) -> dict:

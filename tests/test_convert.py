@@ -231,8 +231,9 @@ YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_
 @pytest.mark.parametrize(
     "case, changes, message",
     [
-        ("qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=1), "use_sliding_window"),
-        ("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "use_sliding_window"),
+        ("qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=1), "layer_types.*sliding_att"),
+        ("qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=3), "use_sliding_window"),
+        ("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types"),
         ("qwen3", dict(rope_parameters=YARN), "rope type 'yarn' is not covered"),
         ("llama", dict(rope_parameters=LLAMA3_ROPE | dict(high_freq_factor=8.0)), "high_freq_factor.*RotaryEmbedding"),
         ("llama", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "partial_rotary_factor"),
