@@ -121,8 +121,7 @@ PAD_ROWS = 8  # rows per rank are a multiple of this: 16 bytes in bf16, what the
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     """Rows of the embedding over all TP ranks: `vocab_size` rounded up to a multiple of PAD_ROWS * tp_size."""
-    multiple = PAD_ROWS * tp_size
-    return -(-vocab_size // multiple) * multiple
+    return -(-vocab_size // (PAD_ROWS * tp_size)) * PAD_ROWS * tp_size
 
 
 def merge_vocab(hf_tensors, cfg):
@@ -175,9 +174,8 @@ def embeddings(cfg):
     ]
     # NOTE: tied embeddings have no lm_head in HF. Megatron's output layer has no parameter of its own on one stage;
     # with pipeline stages the last one holds a copy of the embedding under this name: load it, never write it twice.
-    tied = cfg.tie_word_embeddings
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    return rules + [Rule("output_layer.weight", (head,), VOCAB, load_only=tied)]
+    head = "model.embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"
+    return rules + [Rule("output_layer.weight", (head,), VOCAB, load_only=cfg.tie_word_embeddings)]
 
 
 def layer(rules):
@@ -224,17 +222,17 @@ FAMILIES = {f.model_type: f for f in [
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json: every key is turned into a Megatron field, refused, or known to change nothing
 
-# Read by megatron_config or looked at by refuse_unsupported.
+# Read by megatron_config or looked at by family().
 HANDLED = set("""
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters
     layer_types architectures model_type""".split())
 # Known to leave logits alone: bookkeeping, generation settings, labels of classifiers, marks of the saving tool.
+# So are names that begin with "_" or end in "_token_id".
 INERT = set("""
-    transformers_version _name_or_path dtype torch_dtype use_cache bos_token_id eos_token_id pad_token_id return_dict
-    output_hidden_states output_attentions chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type
-    _attn_implementation attn_implementation tokenizer_class pretraining_tp is_llama_config transformers.js_config
-    unsloth_fixed unsloth_version""".split())
+    transformers_version dtype torch_dtype use_cache return_dict output_hidden_states output_attentions
+    is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type attn_implementation tokenizer_class pretraining_tp
+    is_llama_config transformers.js_config unsloth_fixed unsloth_version""".split())
 MUST_BE_OFF = dict(
     use_sliding_window="only full attention is covered; set it to false if your sequences stay below the window",
     attention_bias="the table has no rule for these biases; add rules in convert.py",
@@ -260,22 +258,8 @@ def load_hf_config(path_or_hub_name):
 
 
 def family(hf_config) -> Family:
-    """The table for this config. ValueError unless everything that config.json says is covered."""
-    fam = lookup(hf_config.model_type)
-    refuse_unsupported(hf_config, fam)
-    return fam
-
-
-def lookup(model_type) -> Family:
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} has no rule table (there is: {', '.join(sorted(FAMILIES))}); "
-                         "add a table in convert.py")
-    return FAMILIES[model_type]
-
-
-def refuse_unsupported(cfg, fam):
-    """Raise ValueError naming the first thing in config.json that would be lost on the way to Megatron."""
-    values = cfg.to_dict()
+    """The table for this config. ValueError naming the first thing in config.json that Megatron would not be told."""
+    fam, values = lookup(hf_config.model_type), hf_config.to_dict()
 
     def refuse(key, why):
         raise ValueError(f"config.json has {key} = {values.get(key)!r}: {why}")
@@ -286,17 +270,26 @@ def refuse_unsupported(cfg, fam):
         refuse("hidden_act", "only silu (gated) is covered; add the activation to megatron_config in convert.py")
     if set(values.get("layer_types") or []) - {"full_attention"}:
         refuse("layer_types", "only full attention is covered; use a model whose layers all have it")
-    if cfg.num_attention_heads % cfg.num_key_value_heads:
-        refuse("num_key_value_heads", f"it does not divide the {cfg.num_attention_heads} heads; fix config.json")
+    if hf_config.num_attention_heads % hf_config.num_key_value_heads:
+        refuse("num_key_value_heads", f"it does not divide the {hf_config.num_attention_heads} heads; fix config.json")
     for key, why in MUST_BE_OFF.items():
         if values.get(key):
             refuse(key, why)
-    refuse_rope(cfg.rope_parameters or {}, refuse)
+    refuse_rope(hf_config.rope_parameters or {}, refuse)
     for key, value in values.items():
         off = value is None or value is False or value in ("", [], {})
-        if not off and key not in HANDLED | INERT | MUST_BE_OFF.keys() | fam.handled:
+        known = key in HANDLED | INERT | MUST_BE_OFF.keys() | fam.handled or key.startswith("_")
+        if not off and not known and not key.endswith("_token_id"):
             refuse(key, f"convert.py does not know this key for {fam.model_type}; if it leaves the logits alone, add "
                    "it to INERT in convert.py, else handle it in megatron_config")
+    return fam
+
+
+def lookup(model_type) -> Family:
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} has no rule table (there is: {', '.join(sorted(FAMILIES))}); "
+                         "add a table in convert.py")
+    return FAMILIES[model_type]
 
 
 def refuse_rope(rope, refuse):
@@ -328,15 +321,10 @@ def megatron_config(hf_config) -> tuple[dict, dict]:
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
         kv_channels=head_dim_of(hf_config),  # set always: Qwen3-0.6B has 16 heads of 128 in a hidden size of 1024
-        normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=False,  # the family may overrule this and the next
-        qk_layernorm=False,
-        attention_dropout=0.0,  # NOTE: Megatron's default is 0.1 for both
-        hidden_dropout=0.0,
+        normalization="RMSNorm", layernorm_epsilon=hf_config.rms_norm_eps,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False,  # fam.fields overrule them
+        attention_dropout=0.0, hidden_dropout=0.0,  # NOTE: Megatron's default is 0.1 for both
         init_method_std=hf_config.initializer_range,  # seen only by weights that no checkpoint fills
     )
     rope = hf_config.rope_parameters
@@ -344,9 +332,7 @@ def megatron_config(hf_config) -> tuple[dict, dict]:
         vocab_size=hf_config.vocab_size,
         max_sequence_length=hf_config.max_position_embeddings,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
-        rotary_percent=1.0,
+        position_embedding_type="rope", rotary_base=rope["rope_theta"], rotary_percent=1.0,
         rope_scaling=rope["rope_type"] == "llama3",
         rope_scaling_factor=rope.get("factor", 1.0),  # read only with rope_scaling
     )
@@ -407,7 +393,8 @@ def to_hf(hf_config, megatron_name, shards: list[Tensor]) -> list[tuple[str, Ten
     rule, i = find_rule(hf_config, megatron_name)
     if rule.load_only:
         return []
-    tensors = rule.kind.split(rule.kind.unshard(shards), hf_config)
+    full = rule.kind.unshard([shard.detach() for shard in shards])  # parameters may come in, no graph goes out
+    tensors = rule.kind.split(full, hf_config)
     return [(name.format(i=i), tensor) for name, tensor in zip(rule.hf, tensors, strict=True)]
 
 
@@ -502,12 +489,11 @@ class HFReader:
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / file
-        if not path.is_file():
-            raise ValueError(f"{path} is missing, though {INDEX} names it; finish the download or copy it again")
         try:
             return safe_open(path, framework="pt")  # checks that the tensors fill the file exactly
         except (SafetensorError, OSError) as e:
-            raise ValueError(f"{path} is damaged or cut short ({e}); copy or download it again") from e
+            what = "damaged or cut short" if path.is_file() else f"missing, though {INDEX} names it"
+            raise ValueError(f"{path} is {what} ({e}); copy or download it again") from e
 
 
 def some(names) -> str:

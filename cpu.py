@@ -58,6 +58,9 @@ def platform_class() -> type:
         def is_pin_memory_available(self, device=None) -> bool:
             return False                     # pinned memory is memory a GPU may read
 
+        def empty_cache(self) -> None:
+            pass                             # SGLang's own runs the garbage collector: a second at each flush_cache
+
         def apply_server_args_defaults(self, server_args) -> None:
             from sglang.srt.server_args import add_deterministic_attention_backend_choices
             add_deterministic_attention_backend_choices(["torch_native"])
@@ -69,13 +72,36 @@ def platform_class() -> type:
 
 
 def replace_gpu_parts() -> None:
-    """The places where SGLang calls CUDA or Triton without asking the platform; two of them only when deterministic."""
-    import torch
+    """The places where SGLang calls CUDA or Triton without asking the platform."""
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
     import sglang.srt.layers.sampler as sampler
+    import torch
     torch.cuda.synchronize = lambda device=None: None              # /weights_checker waits for "the GPU" first
-    batch_invariant_ops.enable_batch_invariant_mode = lambda *args: None  # Triton matrix products
-    sampler.murmur_hash32 = murmur_hash32                          # a Triton kernel
+    # These two run only with enable_deterministic_inference:
+    batch_invariant_ops.enable_batch_invariant_mode = make_products_batch_invariant
+    sampler.murmur_hash32 = murmur_hash32
+
+
+def make_products_batch_invariant(*unused) -> None:
+    """Matrix products whose rows do not depend on how many rows there are, in the last bit too.
+
+    NOTE: MKL takes other kernels for few rows, and for the rows over a multiple of 4 (with two threads: up to 12 rows).
+    How many requests decode together is a matter of arrival times, so without this the same seeds would not give the same
+    tokens twice. At multiples of 16 rows, on AVX2 and AVX-512, every row came out the same; so we fill up with zeros.
+    """
+    import torch
+
+    def filled_up(multiply):
+        def product(x, weight, *args, **kwargs):                   # x [T, H]
+            rows = x.shape[0]
+            if x.dim() != 2 or weight.dim() != 2 or rows % 16 == 0:
+                return multiply(x, weight, *args, **kwargs)
+            x = torch.nn.functional.pad(x, (0, 0, 0, -rows % 16))  # [T rounded up, H]
+            return multiply(x, weight, *args, **kwargs)[:rows]     # [T, out]
+        return product
+
+    torch.nn.functional.linear = filled_up(torch.nn.functional.linear)   # every layer
+    torch.matmul = filled_up(torch.matmul)                               # the vocabulary
 
 
 def murmur_hash32(seed, positions, columns):

@@ -210,7 +210,9 @@ def server_args(cfg, rank: int, model_path: str, base_gpu_id: int) -> dict[str, 
         args["context_length"] = cfg.rollout_max_context_len
     if cfg.device == "cpu":
         args |= dict(attention_backend="torch_native", sampling_backend="pytorch", disable_cuda_graph=True,
-                     skip_server_warmup=True, max_total_tokens=32768)   # of KV cache
+                     skip_server_warmup=True, mem_fraction_static=0.8, max_total_tokens=32768,   # tokens of KV cache
+                     # A prompt cut in two, for lack of room in a batch, would differ in the last bit from a whole one.
+                     chunked_prefill_size=-1)
     else:
         args |= dict(enable_memory_saver=cfg.offload_rollout)
     return args | cfg.sglang
@@ -268,7 +270,7 @@ class Router:
             self.url = f"http://{host}:{free_port(host)}"
         host, port = self.url.removeprefix("http://").split(":")
         args = dict(
-            host=host, port=int(port), policy="round_robin", log_level="warn",
+            host=host, port=int(port), policy=os.environ.get("POL","round_robin"), log_level="warn",balance_abs_threshold=int(os.environ.get("ABS","64")),balance_rel_threshold=1.0,
             request_timeout_secs=int(self.cfg.request_timeout_s) + 60,       # ours ends first, and says more
             disable_retries=True, disable_circuit_breaker=True,              # rollout.py retries, and counts
             health_check_interval_secs=1, health_success_threshold=1, health_failure_threshold=3,

@@ -3,8 +3,7 @@ rewards.py: how is an answer scored? A finished sample goes in, a finite float c
 
     Sample --score()--+-- async hook, remote_rm: awaited on the event loop, at most reward_timeout_s --+--> float | dict
                       +-- thread i --job--> process i: plain hook or grader below, same limit ---------+--> RewardError
-Use:   rewarder = Rewarder(cfg.reward_workers); await rewarder.score(cfg, sample); rewarder.close()
-Test:  pytest tests/test_rewards.py
+Use:   rewarder = Rewarder(cfg.reward_workers); await rewarder.score(cfg, sample)      Test:  pytest tests/test_rewards.py
 Knows nothing about: Ray, SGLang, tensors; of a Sample only prompt, response, label, metadata, index, and only to read.
 Left out on purpose: turning an exception into 0.0, because a broken grader would look like a bad policy (rollout.py
 decides by on_reward_error); a guard for an `async def` that blocks or ignores its cancellation (use a `def`); ifbench.
@@ -51,22 +50,20 @@ class Rewarder:
         self.pickled = {}  # id(cfg) -> (cfg, bytes of (cfg, hook)): made once, because cfg is read-only
 
     async def score(self, cfg, sample, reward_key=None, **kw) -> float | dict | list:
-        """The reward of a sample, or the rewards of a list of samples. RewardError if there is none. reward_key (default
-        cfg.reward_key) names the entry of a dict that counts. kw goes to custom_rm; with group_rm so does a whole list."""
+        """The reward of a sample; with group_rm also of a list of samples, in one call. RewardError if there is none.
+        reward_key (default cfg.reward_key) names the entry of a dict that counts; kw goes to custom_rm."""
         hook, n = cfg.custom_rm, len(sample) if isinstance(sample, list) else None
-        if n is not None and not (hook and cfg.group_rm):
-            return await asyncio.gather(*(self.score(cfg, one, reward_key, **kw) for one in sample))
-        if n is None and hook and cfg.group_rm:  # evaluation scores one at a time
+        if hook and cfg.group_rm and n is None:  # evaluation scores one at a time
             return (await self.score(cfg, [sample], reward_key, **kw))[0]
         rm = getattr(hook, "__qualname__", repr(hook)) if hook else sample.metadata.get("rm_type") or cfg.rm_type
         index = sample.index if n is None else [one.index for one in sample]
         key, limit_s = reward_key or cfg.reward_key, cfg.reward_timeout_s * (n or 1)
         try:
-            if hook:
-                fn, name = hook, None
-            else:
-                name = check_rm_type(rm)
-                fn, kw, sample = GRADERS[name], {}, grader_view(sample, boxed=rm != name)
+            name = None if hook else check_rm_type(rm)
+            fn = hook or GRADERS[name]
+            sample, kw = (sample, kw) if hook else (grader_view(sample, boxed=rm != name), {})
+            if name in ("exact", "math", "deepscaler", "dapo", "f1") and not sample.gold:
+                raise ValueError("the label is empty; check label_key and this line of the data")
             if asyncio.iscoroutinefunction(fn) or asyncio.iscoroutinefunction(getattr(fn, "__call__", None)):
                 return to_reward(await asyncio.wait_for(fn(cfg, sample, **kw), limit_s), n, key)
             if hook and id(cfg) not in self.pickled:
@@ -75,8 +72,8 @@ class Rewarder:
             return await asyncio.get_running_loop().run_in_executor(self.threads, self._ask, job, limit_s)
         except Exception as error:  # user code and HTTP, so any kind; our own cancellation is no Exception and passes
             cause = error if isinstance(error, RewardError) else describe(error)
-            raise RewardError(f"no reward for sample {index} from {rm} (limit {limit_s:g} s): {cause}; fix the function or "
-                              "the data, or set on_reward_error='skip' to leave out such samples and count them") from error
+            raise RewardError(f"no reward for sample {index} from {rm} (limit {limit_s:g} s): {cause}; fix function or "
+                              "data, raise reward_timeout_s, or skip and count with on_reward_error='skip'") from error
 
     def _ask(self, job, limit_s):
         worker = self.idle.pop()  # never empty: there are as many workers as threads
@@ -117,8 +114,7 @@ class Worker:
             value, failure = cloudpickle.loads(self.conn.recv_bytes())
         except (EOFError, OSError):
             hung, code = time.monotonic() - start_s >= limit_s, self.kill()
-            raise RewardError("timed out, its stack is on stderr; make it faster or raise reward_timeout_s" if hung else
-                              f"its process died with exit code {code} (-9: out of memory? -11: crash in C?)") from None
+            raise RewardError("timed out, its stack is on stderr" if hung else f"died with exit code {code}") from None
         if failure:
             raise RewardError(failure)
         return value
@@ -141,13 +137,11 @@ def serve(fd):
         try:
             what, sample, kw, n, key, limit_s = cloudpickle.loads(job)
             cfg, fn = load(what) if isinstance(what, bytes) else (None, GRADERS[what])
-            if what in SLOW_IMPORTS:
-                __import__(SLOW_IMPORTS[what])
+            __import__(SLOW_IMPORTS.get(what, "math"))  # 0.4 s, 1.3 s; or nothing new
             # The clock: a C thread that prints the stack and exits. It needs neither GIL nor signal, so it also ends a
             # regex or a sympy call that never returns, even when the trainer is already gone.
             faulthandler.dump_traceback_later(limit_s, exit=True)
             value = fn(cfg, sample, **kw)
-            value = asyncio.run(value) if asyncio.iscoroutine(value) else value  # a lambda around an async hook
             answer = cloudpickle.dumps((to_reward(value, n, key), None))
         except BaseException as error:  # sys.exit() in a hook is no reward either
             answer = cloudpickle.dumps((None, describe(error)))
@@ -178,15 +172,13 @@ def describe(error):
 
 # ---- Graders: (cfg, sample) -> number or dict, like a custom_rm ------------------------------------------------------
 # FORK POINT: to add one, write the function and name it in GRADERS. It may hang or crash: it runs in a worker process.
-# cfg is None there, and sample is this:
 def grader_view(sample, boxed):
-    view = SimpleNamespace(prompt=sample.prompt, response=sample.response, label=sample.label, index=sample.index,
-                           metadata=sample.metadata)  # no tokens or log-probs: a job stays small
-    view.response = last_boxed(view.response) or "" if boxed else view.response
-    view.answer = view.response.rsplit("</think>", 1)[-1]  # all of it when there is no thinking
-    view.gold = "" if view.label is None else str(view.label).strip()
-    return view
-
+    """The sample that a grader sees: small (no tokens), and taken apart. boxed: the response is only what is in the box."""
+    view = {key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata", "index")}
+    view["answer"] = sample.response.rsplit("</think>", 1)[-1]  # all of it when there is no thinking
+    view["box"] = last_boxed(view["answer"])
+    view["gold"] = "" if sample.label is None else str(sample.label).strip()
+    return SimpleNamespace(**view | (dict(response=view["box"] or "", answer=view["box"] or "") if boxed else {}))
 
 def last_boxed(text):
     # What the last \boxed{} holds, nested braces included; None without one, and when the response ends inside it.
@@ -196,25 +188,21 @@ def last_boxed(text):
         if depth == 0:
             return text[start + 1:start + brace.start()].strip()
 
-
-def math_(cfg, sample, text=None):
+def math_(cfg, sample, box=None):
     # An answer that math-verify cannot read is wrong; a label that it cannot read is a mistake in the data.
     from math_verify import parse, verify  # brings sympy: only worker processes pay
-    box, never_s = last_boxed(sample.response), 10**6  # its own SIGALRM limit turns a hang into "wrong"; ours raises
-    text = text or (sample.response[-2000:] if box is None else rf"\boxed{{{box}}}")  # no box: its last expression
+    box, never_s = box or sample.box, 10**6  # s; its own SIGALRM limit turns a hang into "wrong", ours into an error
     gold = sample.gold if "boxed{" in sample.gold or "$" in sample.gold else rf"\boxed{{{sample.gold}}}"
     if not (want := parse(gold, parsing_timeout=never_s)):
         raise ValueError(f"math-verify cannot read the label {sample.label!r:.200}")
+    text = sample.answer[-2000:] if box is None else rf"\boxed{{{box}}}"  # no box: the last expression near the end
     return verify(want, parse(text, parsing_timeout=never_s), timeout_seconds=never_s)
-
 
 def dapo(cfg, sample):
     # 2503.14476, eq. 7: +1 or -1. There normalised strings are compared, here values: 0.5 equals 1/2.
-    lines = re.findall(r"answer\s*:[ \t]*([^\n]+)", sample.response, re.IGNORECASE)
-    pred = lines[-1].strip(" *$\t") if lines else "[INVALID]"
-    acc = bool(lines) and (pred == sample.gold or math_(cfg, sample, rf"\boxed{{{pred}}}"))
+    pred = (re.findall(r"(?i)answer\s*:[ \t]*([^\n]+)", sample.response) or ["[INVALID]"])[-1].strip(" *$\t")
+    acc = pred != "[INVALID]" and math_(cfg, sample, pred)
     return {"score": 2.0 * acc - 1, "acc": acc, "pred": pred}
-
 
 def f1(cfg, sample):
     # SQuAD (1606.05250, sec. 6.1) on bags of words: 2PR / (P + R) = 2 common / (n_want + n_got)
@@ -222,24 +210,23 @@ def f1(cfg, sample):
                  for text in (sample.gold, sample.response))  # lower case, no ASCII punctuation, no articles
     return 2 * (want & got).total() / (want.total() + got.total()) if want and got else want == got
 
-
 def gpqa(cfg, sample):
-    texts = sample.metadata.get("choices") or {}  # {"A": text, ...} or [text, ...]
-    texts = texts if isinstance(texts, dict) else dict(zip("ABCDEFGHIJ", texts))
-    right = sample.metadata.get("correct_letter") or next((k for k in texts if texts[k] == sample.label), sample.gold)
-    if not re.fullmatch("[A-Za-z]", right := right.strip("() .")):
+    texts, letters = list(sample.metadata.get("choices") or ()), "ABCDEFGHIJ"  # texts in the order of the letters
+    right = letters[texts.index(sample.label)] if sample.label in texts else sample.gold
+    right = str(sample.metadata.get("correct_letter") or right).strip("() .").upper()
+    if len(right) != 1 or right not in letters:
         raise ValueError(f"{right!r:.200} is no letter; give metadata correct_letter, or choices that hold the label")
-    said = (re.findall(r"\b([A-Z])\b", last_boxed(sample.answer) or "") or re.findall(r"(?m)^\W*([A-Z])\W*$", sample.answer)
-            or re.findall(r"(?i:answer)(?i:\s+is)?[\s:*($]*([A-Z])\b", sample.answer))  # the most explicit form counts
-    return said[-1:] == [right.upper()]
+    for where, pattern in ((sample.box or "", r"\b([A-J])\b"), (sample.answer, r"(?m)^\W*([A-J])\W*$"),
+                           (sample.answer, r"(?i:answer)(?i:\s+is)?[\s:*($]*([A-J])\b")):  # most explicit form first
+        if said := re.findall(pattern, where):
+            return said[-1] == right
+    return 0.0
 
-
-def reasoning_gym(cfg, sample, scorers={}):  # scorers: kept per process, making one takes up to 0.4 s
+def reasoning_gym(cfg, sample, scorers={}):  # scorers: kept per process, because making one takes up to 0.4 s
     import reasoning_gym as gym
     name, answers = sample.metadata["source_dataset"], re.findall(r"(?s)<answer>(.*?)</answer>", sample.answer)
     scorers[name] = scorers.get(name) or gym.get_score_answer_fn(name)
     return scorers[name]((answers or [sample.answer])[-1].strip(), sample.metadata["entry"])
-
 
 async def remote_rm(cfg, sample):
     import aiohttp
@@ -253,22 +240,16 @@ async def remote_rm(cfg, sample):
                     raise
             await asyncio.sleep(share * cfg.reward_timeout_s)
 
-
-def deepscaler(cfg, sample):
-    return last_boxed(sample.answer) is not None and math_(cfg, sample)  # no box after the thinking, no reward
-GRADERS = {"math": math_, "deepscaler": deepscaler, "dapo": dapo, "f1": f1, "gpqa": gpqa, "reasoning_gym": reasoning_gym,
-           "remote_rm": remote_rm, "exact": lambda cfg, sample: sample.response.strip() == sample.gold,
-           # a coin, for control runs, that a resumed run tosses the same way
-           "random": lambda cfg, sample: random.Random(f"{sample.index} {sample.response}").randint(0, 1)}
-SLOW_IMPORTS = {"math": "math_verify", "deepscaler": "math_verify", "dapo": "math_verify",  # 0.4 s
-                "reasoning_gym": "reasoning_gym"}  # 1.3 s; done before the clock starts
-
+GRADERS = {"math": math_, "dapo": dapo, "f1": f1, "gpqa": gpqa, "reasoning_gym": reasoning_gym, "remote_rm": remote_rm,
+           "exact": lambda cfg, sample: sample.response.strip() == sample.gold,
+           "deepscaler": lambda cfg, sample: sample.box is not None and math_(cfg, sample),  # the format is a must
+           "random": lambda cfg, sample: random.Random(f"{sample.index} {sample.response}").randint(0, 1)}  # repeatable
+SLOW_IMPORTS = dict(math="math_verify", deepscaler="math_verify", dapo="math_verify", reasoning_gym="reasoning_gym")
 
 def check_rm_type(name):
     """The grader's name without "boxed_"; ValueError for an unknown one. configs/base.py asks before anything starts."""
-    grader = str(name).removeprefix("boxed_")
-    if grader not in GRADERS:
-        near = difflib.get_close_matches(grader, GRADERS, 1, 0.0)[0]
-        raise ValueError(f"unknown rm_type {name!r}; did you mean {near!r}? There are {', '.join(GRADERS)}, each also as "
-                         "boxed_<name>; a function of your own goes in custom_rm")
-    return grader
+    if (grader := str(name).removeprefix("boxed_")) in GRADERS:
+        return grader
+    near = difflib.get_close_matches(grader, GRADERS, 1, 0.0)[0]
+    raise ValueError(f"unknown rm_type {name!r}; did you mean {near!r}? There are {', '.join(GRADERS)}, each with or "
+                     "without boxed_ before it; a function of your own goes in custom_rm")

@@ -261,6 +261,7 @@ def test_smollm2_and_old_rope_keys_pass(tmp_path):
     raw = dict(SIZES, model_type="llama", architectures=["LlamaForCausalLM"], is_llama_config=True, pretraining_tp=1,
                rope_interleaved=False, rope_scaling=None, rope_theta=100000, rms_norm_eps=1e-5, torch_dtype="bfloat16",
                tie_word_embeddings=True, attention_bias=False, mlp_bias=False, initializer_range=0.041,
+               unk_token_id=0, _model_name_or_path="SmolLM2",
                **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})
     (tmp_path / "config.json").write_text(json.dumps(raw))
     fields, gpt_kwargs = convert.megatron_config(convert.load_hf_config(tmp_path))

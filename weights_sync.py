@@ -1,0 +1,295 @@
+"""
+weights_sync.py: how do weights reach the engines? Gather over TP and PP, convert, bucket, checksum; by shared memory, by a
+process group, by disk.
+
+    each rank's shards --all_gather(tp)--> full --convert--> HF tensors --one flat buffer--> Bucket --broadcast(pp)--> rank 0
+    rank 0 --tensor:      handle of the buffer, /update_weights_from_tensor ---------------> every engine copies it in
+           --distributed: broadcast, /update_weights_from_distributed (NCCL, gloo) -------->
+           --disk:        a Hugging Face folder, /update_weights_from_disk ---------------->
+
+The driver (actor.Trainers.push_weights) wraps this in: pause -> flush -> buckets -> verify -> version -> continue.
+
+Test:  pytest tests/test_weights_sync.py
+Knows nothing about: samples, losses, which weights these are. Ranks of data-parallel replica 0 do the work; replicas are equal.
+"""
+import base64
+import hashlib
+import pathlib
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import convert
+
+GROUP = "nanoslime_weights"
+
+
+# ---- Gathering -------------------------------------------------------------------------------------------------------
+@dataclass
+class Bucket:
+    """Some Hugging Face tensors in one flat buffer of bytes, so that one handle or one broadcast moves them all."""
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    flat: Tensor                             # [bytes] uint8
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views into the buffer."""
+        start = 0
+        for name, shape, dtype in zip(self.names, self.shapes, self.dtypes):
+            size = dtype.itemsize * torch.Size(shape).numel()
+            yield name, self.flat[start:start + size].view(dtype).view(shape)
+            start += size
+
+
+@torch.no_grad()
+def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, full tensor) of one pipeline stage's parameters. Every TP rank of that stage calls it; layer by layer."""
+    grid = model.grid
+    assert stage == grid.pp_rank, f"stage {stage} asked on a rank of stage {grid.pp_rank}"
+    for name, param in model.named_parameters():
+        rule, _ = convert.find_rule(model.hf_config, name)
+        if rule.load_only:                   # the last stage's copy of a tied embedding: stage 0 sends it
+            continue
+        shards = [param.detach()]
+        if grid.tp_size > 1 and rule.kind is not convert.REPLICATED:
+            shards = [torch.empty_like(param) for _ in range(grid.tp_size)]
+            dist.all_gather(shards, param.detach(), group=grid.tp_group)
+        yield from convert.to_hf(model.hf_config, name, shards)
+
+
+def buckets(model, bucket_bytes: int) -> Iterator[Bucket]:
+    """All weights of the model in buckets of about bucket_bytes, on every rank of this data-parallel replica.
+
+    Pipeline stages take turns: the stage packs a bucket and broadcasts it to the others, so rank 0 sees all of them.
+    """
+    grid = model.grid
+    for stage in range(grid.pp_size):
+        source = iter(pack_buckets(hf_tensors(model, stage), bucket_bytes)) if stage == grid.pp_rank else None
+        while True:
+            bucket = next(source, None) if source else None
+            if grid.pp_size > 1:
+                bucket = broadcast_bucket(bucket, stage, grid, model.device)
+            if bucket is None:
+                break
+            yield bucket
+
+
+def pack_buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    held, size = [], 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if held and size + nbytes > bucket_bytes:
+            yield to_bucket(held)
+            held, size = [], 0
+        held.append((name, tensor))
+        size += nbytes
+    if held:
+        yield to_bucket(held)
+
+
+def to_bucket(named: list[tuple[str, Tensor]]) -> Bucket:
+    flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for _, t in named])               # [bytes]
+    return Bucket([n for n, _ in named], [tuple(t.shape) for _, t in named], [t.dtype for _, t in named], flat)
+
+
+def broadcast_bucket(bucket: Bucket | None, stage: int, grid, device) -> Bucket | None:
+    """From the ranks of one pipeline stage to the others of their pipeline. None ends the stage's turn."""
+    src = dist.get_global_rank(grid.pp_group, stage)
+    box = [None if bucket is None else (bucket.names, bucket.shapes, bucket.dtypes, bucket.flat.numel())]
+    dist.broadcast_object_list(box, src=src, group=grid.pp_group)
+    if box[0] is None:
+        return None
+    names, shapes, dtypes, size = box[0]
+    flat = bucket.flat if bucket else torch.empty(size, dtype=torch.uint8, device=device)
+    dist.broadcast(flat, src=src, group=grid.pp_group)
+    return Bucket(names, shapes, dtypes, flat)
+
+
+# ---- Sending ---------------------------------------------------------------------------------------------------------
+class WeightSync:
+    """One rank's part in pushing weights. Rank 0 talks to the engines; the others only help to gather."""
+
+    def __init__(self, cfg, model, disk_dir: pathlib.Path):
+        self.cfg, self.model, self.disk_dir = cfg, model, disk_dir
+        self.group, self.group_urls = None, None     # the process group with the engines, and whom it joins
+        self.pool = ThreadPoolExecutor(16)
+        if cfg.device == "cpu":
+            # NOTE: with the default strategy the engine, not our child, refuses the handle and dies.
+            torch.multiprocessing.set_sharing_strategy("file_system")
+
+    def push(self, version: int, urls: list[str], check: bool) -> dict:
+        """Send this model's weights to the engines at `urls`. Every rank calls it.
+
+        Rank 0 returns {"bytes", "expected"}: how much was sent, and with check=True the checksum of every engine parameter
+        as it must be now (see expected_checksums). The others return {}.
+        """
+        if self.model.grid.dp_rank != 0:
+            return {}
+        sender = self.model.grid.rank == 0
+        if sender and self.cfg.update_weight_transport == "distributed":
+            self.connect(urls)
+        sent, tensors = 0, {}
+
+        def send_all():
+            nonlocal sent
+            for bucket in buckets(self.model, self.cfg.update_weight_buffer_size):
+                sent += bucket.flat.numel()
+                if sender and check:
+                    tensors.update((name, tensor.cpu()) for name, tensor in bucket.tensors())
+                yield bucket
+
+        if self.cfg.update_weight_transport == "disk":
+            self.send_by_disk(version, urls, send_all(), sender)
+        else:
+            send = self.send_tensor if self.cfg.update_weight_transport == "tensor" else self.send_distributed
+            for bucket in send_all():
+                if sender:
+                    send(bucket, urls)
+        if not sender:
+            return {}
+        expected = expected_checksums(tensors, self.cfg.rollout_num_gpus_per_engine, self.cfg.device) if check else None
+        return {"bytes": sent, "expected": expected}
+
+    # -- shared memory (CPU) and CUDA IPC (same GPU)
+    def send_tensor(self, bucket: Bucket, urls: list[str]) -> None:
+        """A handle to the buffer goes over HTTP, the bytes do not move until the engine copies them into its parameters."""
+        from sglang.srt.utils import MultiprocessingSerializer   # 6 s to import: only where a sync needs it
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+        metadata, start = [], 0
+        for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes):
+            size = dtype.itemsize * torch.Size(shape).numel()
+            metadata.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, start, start + size, size))
+            start += size
+        flat = {"flattened_tensor": bucket.flat, "metadata": metadata}
+        # One handle for each TP rank of each engine: a handle may be opened once.
+        handles = [[base64.b64encode(MultiprocessingSerializer.serialize(flat)).decode()
+                    for _ in range(self.cfg.rollout_num_gpus_per_engine)] for _ in urls]
+        self.post(urls, "/update_weights_from_tensor", [
+            {"serialized_named_tensors": own, "load_format": "flattened_bucket", "flush_cache": False} for own in handles])
+        # NOTE: the buffer may be freed only now that every engine has answered.
+
+    # -- process group
+    def connect(self, urls: list[str]) -> None:
+        """(Re)build the group of rank 0 and every engine rank; needed at the start and after an engine was replaced."""
+        if urls == self.group_urls:
+            return
+        from sglang.srt.utils import init_custom_process_group
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            alive = [u for u in self.group_urls if u in urls]
+            self.post(alive, "/destroy_weights_update_group", [{"group_name": GROUP}] * len(alive))
+        per_engine = self.cfg.rollout_num_gpus_per_engine
+        world = 1 + per_engine * len(urls)
+        host, port = socket.gethostbyname(socket.gethostname()), free_port()
+        backend = "nccl" if self.cfg.device == "cuda" else "gloo"
+        joined = self.pool.submit(self.post, urls, "/init_weights_update_group", [
+            {"master_address": host, "master_port": port, "rank_offset": 1 + i * per_engine, "world_size": world,
+             "group_name": GROUP, "backend": backend} for i in range(len(urls))])
+        self.group = init_custom_process_group(backend=backend, init_method=f"tcp://{host}:{port}", world_size=world, rank=0,
+                                               group_name=GROUP)
+        joined.result(timeout=self.cfg.start_timeout_s)
+        self.group_urls = list(urls)
+
+    def send_distributed(self, bucket: Bucket, urls: list[str]) -> None:
+        """The engines are told by HTTP what comes, and receive it in one broadcast."""
+        told = self.pool.submit(self.post, urls, "/update_weights_from_distributed", [
+            {"names": bucket.names, "dtypes": [str(d).removeprefix("torch.") for d in bucket.dtypes],
+             "shapes": [list(s) for s in bucket.shapes], "group_name": GROUP, "load_format": "flattened_bucket",
+             "flush_cache": False}] * len(urls))
+        work = dist.broadcast(bucket.flat, src=0, group=self.group, async_op=True)
+        told.result(timeout=self.cfg.train_timeout_s)    # an engine's refusal comes first, and says more than a hang
+        work.wait()
+
+    # -- disk
+    def send_by_disk(self, version: int, urls: list[str], stream: Iterator[Bucket], sender: bool) -> None:
+        folder = self.disk_dir / f"weights_{version}"
+        if not sender:
+            for _ in stream:                 # take part in the gathering
+                pass
+            return
+        convert.save_hf(folder, self.model.hf_folder, self.model.hf_config,
+                        ((name, tensor) for bucket in stream for name, tensor in bucket.tensors()))
+        self.post(urls, "/update_weights_from_disk", [{"model_path": str(folder), "flush_cache": False}] * len(urls))
+        for old in self.disk_dir.glob("weights_*"):
+            if old != folder:
+                for file in old.iterdir():
+                    file.unlink()
+                old.rmdir()
+
+    def post(self, urls: list[str], path: str, payloads: list[dict]) -> None:
+        """To all engines at once; any no is an error with the engine's own words."""
+        def one(url, payload):
+            answer = httpx.post(url + path, json=payload, timeout=self.cfg.train_timeout_s, trust_env=False)
+            if answer.status_code >= 400 or not answer.json().get("success", True):
+                raise RuntimeError(f"engine {url}{path} refused the weights ({answer.status_code}): {answer.text[:1000]}")
+        list(ThreadPoolExecutor(max(1, len(urls))).map(one, urls, payloads))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+# ---- Verifying -------------------------------------------------------------------------------------------------------
+# SGLang fuses what the checkpoint keeps apart, and pads the vocabulary; its parameter names are ours otherwise.
+FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
+         "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+VOCAB_PADDING = 64
+
+
+def expected_checksums(tensors: dict[str, Tensor], tp_size: int, device: str) -> list[dict[str, str]]:
+    """What /weights_checker must answer for these HF tensors: for each TP rank of an engine, parameter -> checksum."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module = name.split(".")[-2]
+        fused, place = FUSED.get(module, (module, 0))
+        parts.setdefault(name.replace(module, fused), {})[place] = tensor
+    checksums = []
+    for rank in range(tp_size):
+        own = {}
+        for name, pieces in parts.items():
+            cut = [shard(name, pieces[i], rank, tp_size) for i in sorted(pieces)]
+            own[name] = checksum(torch.cat(cut) if len(cut) > 1 else cut[0], device)
+        checksums.append(own)
+    return checksums
+
+
+def shard(name: str, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
+    """One engine rank's part of one HF tensor. [rows/tp, ...] or [rows, columns/tp]"""
+    if "embed_tokens" in name or "lm_head" in name:
+        rows = -(-tensor.shape[0] // VOCAB_PADDING) * VOCAB_PADDING
+        tensor = torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], tensor.shape[1])])
+        return tensor.chunk(tp_size)[rank]
+    if "o_proj" in name or "down_proj" in name:
+        return tensor.chunk(tp_size, dim=1)[rank]
+    return tensor if "norm" in name else tensor.chunk(tp_size)[rank]
+
+
+def checksum(tensor: Tensor, device: str) -> str:
+    """SGLang's hash of a parameter: the first 8 bytes of SHA-256 on a CPU, a kernel of its own on a GPU."""
+    if device == "cuda":
+        from sglang.srt.managers.mm_utils import tensor_hash
+        return f"{tensor_hash(tensor.cuda().contiguous()):016x}"
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()[:8].hex()
+
+
+def compare_checksums(expected: list[dict[str, str]], answers: list[dict]) -> None:
+    """Raise RuntimeError naming the first parameters in which an engine differs from the trainer."""
+    for engine, answer in enumerate(answers):
+        for rank, own in enumerate(answer["ranks"]):
+            have, want = own["checksums"], expected[own["parallelism_info"]["tp_rank"]]
+            wrong = sorted(n for n in want.keys() | have.keys() if want.get(n) != have.get(n))
+            if wrong:
+                raise RuntimeError(
+                    f"after the weight sync engine {engine} (rank {rank}) differs from the trainer in {len(wrong)} of "
+                    f"{len(want)} parameters, first {wrong[:3]}: its samples would come from other weights. Usual causes: a "
+                    "rule of convert.py that is wrong for this family, an engine that quantises; compare with "
+                    "update_weight_transport='disk'")
