@@ -130,12 +130,13 @@ def normalize_rewards(cfg, rewards: list[float], groups: list[int]) -> list[floa
     """
     if not cfg.rewards_normalization:
         return list(rewards)
-    values = torch.tensor(rewards, dtype=torch.float64)   # fp64: equal rewards must give exactly 0
+    values = torch.tensor(rewards, dtype=torch.float64)
     groups = torch.tensor(groups)
     out = torch.empty_like(values)
     for g in groups.unique():
         r = values[groups == g]
-        centred = r - r.mean()
+        centred = r - r[0]                                # so that equal rewards of 0.1 have no rounding left
+        centred = centred - centred.mean()
         if cfg.grpo_std_normalization and len(r) > 1:
             centred = centred / (r.std() + 1e-6)
         out[groups == g] = centred
@@ -186,6 +187,13 @@ class LossInput:
     ref_logp: Tensor | None = None      # [R]
     extra: dict = field(default_factory=dict)
 
+    def __post_init__(self):
+        """A masked token may hold inf or NaN (a log-prob that nobody asked for). It is zeroed here, before any loss sees it:
+        masked afterwards, its gradient would be 0 * inf, which is NaN."""
+        for name in ("logp", "entropy", "advantages", "old_logp", "rollout_logp", "ref_logp"):
+            if getattr(self, name) is not None:
+                setattr(self, name, torch.where(self.weight != 0, getattr(self, name), 0))
+
 
 def policy_loss(cfg, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped policy gradient, KL and entropy terms -> (loss, sums to log). Every value is a sum over this micro-batch.
@@ -220,9 +228,8 @@ def sft_loss(cfg, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _finish(per_token: Tensor, x: LossInput, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    # NOTE: where(), not a product: a masked token may hold inf or NaN (a log-prob that nobody asked for), and 0 * NaN is NaN.
     def total(values):
-        return torch.where(x.weight != 0, values, 0).mul(x.weight).sum()
+        return (values * x.weight).sum()
 
     loss = total(per_token)
     sums = {name: total(values).detach() for name, values in metrics.items()}

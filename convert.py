@@ -15,14 +15,12 @@ Left out on purpose: reading a slice of a file per TP rank (each reads the whole
 """
 
 import argparse
-import itertools
 import json
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -85,7 +83,7 @@ def merge_qkv(hf_tensors, cfg):
 
 def split_qkv(full, cfg):
     groups, d = cfg.num_key_value_heads, head_dim_of(cfg)
-    rows = [cfg.num_attention_heads // groups * d, d, d]
+    rows = [cfg.num_attention_heads // groups * d, d, d]  # of one block: A/G query heads, k, v
     blocks = full.unflatten(0, (groups, -1)).split(rows, dim=1)  # [G, rows, *rest], views
     return [block.flatten(0, 1) for block in blocks]  # [A*D, *rest], [G*D, *rest] x2; copies where G > 1
 
@@ -99,18 +97,12 @@ QKV = Kind(merge_qkv, split_qkv, COLUMN.shard, COLUMN.unshard)
 #     full fc1 [2F, H]     tp 2, rank 0   rank 1       cat(rank 0, rank 1) = g0 u0 g1 u1    wrong
 #     g0 g1 | u0 u1        g0 | u0        g1 | u1      cat over the middle dimension of [2, F/tp, H] = g0 g1 u0 u1
 
-
-def shard_gate_up(full, tp_rank, tp_size):
-    return cut(full.unflatten(0, (2, -1)), 1, tp_rank, tp_size).flatten(0, 1)  # [2F, H] -> [2, F/tp, H] -> [2F/tp, H]
-
-
-def unshard_gate_up(parts):
-    return glue([part.unflatten(0, (2, -1)) for part in parts], 1).flatten(0, 1)  # [2, F/tp, H] x tp -> [2F, H]
-
-
-GATE_UP = Kind(lambda hf_tensors, cfg: torch.cat(hf_tensors), lambda full, cfg: full.chunk(2),  # 2 views [F, H]
-               shard_gate_up, unshard_gate_up)
-
+GATE_UP = Kind(
+    merge=lambda hf_tensors, cfg: torch.cat(hf_tensors),  # [F, H] x2 -> [2F, H]
+    split=lambda full, cfg: full.chunk(2),  # two views [F, H]
+    shard=lambda full, r, tp: cut(full.unflatten(0, (2, -1)), 1, r, tp).flatten(0, 1),  # [2F/tp, H]
+    unshard=lambda parts: glue([part.unflatten(0, (2, -1)) for part in parts], 1).flatten(0, 1),  # [2F, H]
+)
 
 # --- vocabulary: embedding and output layer, cut by rows after padding with zero rows to padded_vocab_size.
 # NOTE: a zero row of the output layer gives the logit 0, not -inf. Whoever computes log-probs or entropy must mask the
@@ -231,8 +223,8 @@ HANDLED = set("""
 # So are names that begin with "_" or end in "_token_id".
 INERT = set("""
     transformers_version dtype torch_dtype use_cache return_dict output_hidden_states output_attentions
-    is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type attn_implementation tokenizer_class pretraining_tp
-    is_llama_config transformers.js_config unsloth_fixed unsloth_version""".split())
+    is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type attn_implementation tokenizer_class
+    pretraining_tp is_llama_config transformers.js_config unsloth_fixed unsloth_version""".split())
 MUST_BE_OFF = dict(
     use_sliding_window="only full attention is covered; set it to false if your sequences stay below the window",
     attention_bias="the table has no rule for these biases; add rules in convert.py",
@@ -250,8 +242,8 @@ def load_hf_config(path_or_hub_name):
 
     folder = model_folder(path_or_hub_name, SMALL_FILES)
     try:
-        raw = json.loads((folder / "config.json").read_text())
-        lookup(raw.get("model_type"))  # before transformers sees it: our message names what works here
+        # before transformers sees it: our message names what works here
+        lookup(json.loads((folder / "config.json").read_text()).get("model_type"))
         return AutoConfig.from_pretrained(folder)
     except (json.JSONDecodeError, OSError, StrictDataclassError) as e:
         raise ValueError(f"{folder}/config.json cannot be read ({e}); copy or download it again") from e
@@ -329,12 +321,10 @@ def megatron_config(hf_config) -> tuple[dict, dict]:
     )
     rope = hf_config.rope_parameters
     gpt_kwargs = dict(
-        vocab_size=hf_config.vocab_size,
-        max_sequence_length=hf_config.max_position_embeddings,
+        vocab_size=hf_config.vocab_size, max_sequence_length=hf_config.max_position_embeddings,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
         position_embedding_type="rope", rotary_base=rope["rope_theta"], rotary_percent=1.0,
-        rope_scaling=rope["rope_type"] == "llama3",
-        rope_scaling_factor=rope.get("factor", 1.0),  # read only with rope_scaling
+        rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0),
     )
     return fields | fam.fields, gpt_kwargs
 
@@ -400,9 +390,8 @@ def to_hf(hf_config, megatron_name, shards: list[Tensor]) -> list[tuple[str, Ten
 
 def hf_names(hf_config) -> set[str]:
     """Every name that a complete checkpoint holds: no more, no fewer."""
-    rules = lookup(hf_config.model_type).rules(hf_config)
-    patterns = [name for rule in rules if not rule.load_only for name in rule.hf]
-    return {p.format(i=i) for p, i in itertools.product(patterns, range(hf_config.num_hidden_layers))}
+    rules = [rule for rule in lookup(hf_config.model_type).rules(hf_config) if not rule.load_only]
+    return {name.format(i=i) for rule in rules for name in rule.hf for i in range(hf_config.num_hidden_layers)}
 
 
 def ignorable(hf_config, name: str) -> bool:
@@ -467,11 +456,6 @@ class HFReader:
     def names(self) -> list[str]:
         """The names to be used: exactly hf_names(hf_config), in the order of the files."""
         return [name for name in self.where if not ignorable(self.hf_config, name)]
-
-    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """(dtype as safetensors calls it, such as "BF16"; shape) without reading the tensor."""
-        entry = self.files[self.where[name]].get_slice(name)
-        return entry.get_dtype(), tuple(entry.get_shape())
 
     def _weight_files(self) -> list[str]:
         # Same order of preference as transformers. Other *.safetensors (Llama's consolidated.*) are not ours to read.
@@ -546,17 +530,15 @@ def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype
     save_file(held, folder / f"{n}.part", metadata={"format": "pt"})
 
     missing, extra = hf_names(hf_config) - weight_map.keys(), weight_map.keys() - hf_names(hf_config)
-    assert not missing and not extra, (
-        f"save_hf got {len(weight_map)} tensors; missing: {some(missing)}; extra: {some(extra)}; "
-        "did every pipeline stage send its parameters, with global layer numbers?"
-    )
+    assert not missing and not extra, (f"save_hf got {len(weight_map)} tensors; missing: {some(missing)}; extra: "
+                                       f"{some(extra)}; let every pipeline stage send, with global layer numbers")
     # Only now is the number of files known, which transformers' naming wants in every name.
     final = ["model.safetensors"] if n == 1 else [f"model-{k:05d}-of-{n:05d}.safetensors" for k in range(1, n + 1)]
     for k, file in enumerate(final, start=1):
         (folder / f"{k}.part").rename(folder / file)
     if n > 1:
-        weight_map = {name: final[k - 1] for name, k in weight_map.items()}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        files = {name: final[k - 1] for name, k in weight_map.items()}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
     return dtypes
 
@@ -564,7 +546,7 @@ def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype
 def copy_small_files(source, folder, dtypes):
     """Carry config and tokenizer files over as they are, except that config.json names the dtype written."""
     for file in source.iterdir():
-        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in SMALL_FILES):
+        if file.is_file() and any(file.match(pattern) for pattern in SMALL_FILES):
             shutil.copyfile(file, folder / file.name)
     if len(dtypes) == 1:  # else leave it: transformers then loads in the dtype of the source model
         config = json.loads((folder / "config.json").read_text())
@@ -589,19 +571,18 @@ def check(folder) -> str:
     shapes = {name: tuple(t.shape) for name, t in state.items() if not ignorable(hf_config, name)}
     odd = shapes.keys() ^ hf_names(hf_config)
     assert not odd, f"the {fam.model_type} table and transformers differ: {some(odd)}; fix the table"
-    found = {name: reader.header(name) for name in reader.names()}  # name -> (dtype, shape)
-    wrong = [f"{n} {found[n][1]} instead of {shape}" for n, shape in shapes.items() if found[n][1] != shape]
+    headers = {name: reader.files[reader.where[name]].get_slice(name) for name in reader.names()}
+    found = {name: tuple(header.get_shape()) for name, header in headers.items()}
+    wrong = [f"{name} {found[name]} instead of {shape}" for name, shape in shapes.items() if found[name] != shape]
     if wrong:
         raise ValueError(f"{folder} has tensors of another shape than its config.json implies: {some(wrong)}; "
                          "give the config.json that was saved with these weights")
-    tied = "tied" if hf_config.tie_word_embeddings else "untied"
     parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
-    ignored = len(reader.where) - len(found)
-    return (
-        f"family      {fam.model_type}: {hf_config.num_hidden_layers} layers, {tied} embeddings\n"
-        f"parameters  {parameters:,} in {'/'.join(sorted({dtype for dtype, _ in found.values()}))}\n"
-        f"tensors     {len(found)} in {len(reader.files)} file(s): all covered, every shape right; {ignored} ignored"
-    )
+    dtypes = "/".join(sorted({header.get_dtype() for header in headers.values()}))  # "BF16", "F32"
+    tied, ignored = "tied" if hf_config.tie_word_embeddings else "untied", len(reader.where) - len(found)
+    return (f"family      {fam.model_type}: {hf_config.num_hidden_layers} layers, {tied} embeddings\n"
+            f"parameters  {parameters:,} in {dtypes}\n"
+            f"tensors     {len(found)} in {len(reader.files)} file(s): all covered, shapes right; {ignored} ignored")
 
 
 def main():

@@ -1,7 +1,7 @@
 """
 cpu.py: what lets the real stack run with no GPU? An SGLang platform plug-in, and Megatron on gloo.
 
-    sglang (every process) --entry point "sglang.srt.platforms"--> activate() --"cpu.CpuPlatform"--> the class below
+    sglang (all processes) --entry point "sglang.srt.platforms"--> activate() --"cpu.CpuPlatform"--> the class below
                                                                        |
                                                           None where there is a GPU: nothing of this file is used
 
@@ -15,7 +15,7 @@ hardware is public, and plain torch can be that hardware: slow, exact, and the s
 """
 
 
-# ---- SGLang: the platform plug-in --------------------------------------------------------------------------------------
+# ---- SGLang: the platform plug-in -----------------------------------------------------------------------------------
 def activate() -> str | None:
     """SGLang's entry point: the name of the platform class, or None to leave a machine with a GPU alone."""
     import torch                             # SGLang has it loaded already
@@ -85,8 +85,8 @@ def replace_gpu_parts() -> None:
 def make_products_batch_invariant(*unused) -> None:
     """Matrix products whose rows do not depend on how many rows there are, in the last bit too.
 
-    NOTE: MKL takes other kernels for few rows, and for the rows over a multiple of 4 (with two threads: up to 12 rows).
-    How many requests decode together is a matter of arrival times, so without this the same seeds would not give the same
+    NOTE: MKL has other kernels for few rows and for what is over a multiple of 4 (with two threads: up to 12 rows). How
+    many requests decode together is a matter of arrival times, so without this the same seeds would not give the same
     tokens twice. At multiples of 16 rows, on AVX2 and AVX-512, every row came out the same; so we fill up with zeros.
     """
     import torch
@@ -107,8 +107,8 @@ def make_products_batch_invariant(*unused) -> None:
 def murmur_hash32(seed, positions, columns):
     """MurmurHash3 (x86, 32 bit) of (seed, position, column): the same numbers as SGLang's Triton kernel of this name.
 
-    seed [N] 64 bit, positions [N], columns [V] -> [N, V] int64 holding 32-bit values. It is the random source of
-    a request with a `sampling_seed`: the noise of each (token position, vocabulary entry), whatever else is in the batch.
+    seed [N] 64 bit, positions [N], columns [V] -> [N, V] int64 holding 32-bit values. It is the random source of a
+    request with a `sampling_seed`: noise for each (token position, vocabulary entry), whatever else is in the batch.
     """
     import torch
     mask = 0xFFFFFFFF

@@ -3,7 +3,7 @@ rewards.py: how is an answer scored? A finished sample goes in, a finite float c
 
     Sample --score()--+-- async hook, remote_rm: awaited on the event loop, at most reward_timeout_s --+--> float | dict
                       +-- thread i --job--> process i: plain hook or grader below, same limit ---------+--> RewardError
-Use:   rewarder = Rewarder(cfg.reward_workers); await rewarder.score(cfg, sample)      Test:  pytest tests/test_rewards.py
+Use:   rewarder = Rewarder(cfg.reward_workers); await rewarder.score(cfg, sample)    Test:  pytest tests/test_rewards.py
 Knows nothing about: Ray, SGLang, tensors; of a Sample only prompt, response, label, metadata, index, and only to read.
 Left out on purpose: turning an exception into 0.0, because a broken grader would look like a bad policy (rollout.py
 decides by on_reward_error); a guard for an `async def` that blocks or ignores its cancellation (use a `def`); ifbench.
@@ -27,8 +27,6 @@ from multiprocessing.connection import Connection, Pipe
 from types import SimpleNamespace
 
 import cloudpickle
-
-LOAD_S = 60  # s on top of the limit: a fresh process imports the hook's modules (torch?) before its clock starts
 
 
 class RewardError(RuntimeError):
@@ -60,8 +58,7 @@ class Rewarder:
         key, limit_s = reward_key or cfg.reward_key, cfg.reward_timeout_s * (n or 1)
         try:
             name = None if hook else check_rm_type(rm)
-            fn = hook or GRADERS[name]
-            sample, kw = (sample, kw) if hook else (grader_view(sample, boxed=rm != name), {})
+            fn, sample, kw = (hook, sample, kw) if hook else (GRADERS[name], grader_view(sample, boxed=rm != name), {})
             if name in ("exact", "math", "deepscaler", "dapo", "f1") and not sample.gold:
                 raise ValueError("the label is empty; check label_key and this line of the data")
             if asyncio.iscoroutinefunction(fn) or asyncio.iscoroutinefunction(getattr(fn, "__call__", None)):
@@ -103,18 +100,18 @@ class Worker:
                                         stdin=subprocess.DEVNULL, start_new_session=True)  # its own group, for kill
         theirs.close()
 
-    def call(self, job, limit_s):
+    def call(self, job, limit_s, load_s=60):  # load_s: to import what a hook needs (torch?) before its clock starts
         if not self.process:
             self.start()
         start_s = time.monotonic()
         try:
             self.conn.send_bytes(job)
-            if not self.conn.poll(limit_s + LOAD_S):  # serve() ends itself at limit_s: this is for a stopped process
+            if not self.conn.poll(limit_s + load_s):  # serve() ends itself at limit_s: this is for a stopped process
                 raise EOFError
             value, failure = cloudpickle.loads(self.conn.recv_bytes())
         except (EOFError, OSError):
             hung, code = time.monotonic() - start_s >= limit_s, self.kill()
-            raise RewardError("timed out, its stack is on stderr" if hung else f"died with exit code {code}") from None
+            failure = "timed out, its stack is on stderr" if hung else f"died with exit code {code}"
         if failure:
             raise RewardError(failure)
         return value
@@ -141,8 +138,7 @@ def serve(fd):
             # The clock: a C thread that prints the stack and exits. It needs neither GIL nor signal, so it also ends a
             # regex or a sympy call that never returns, even when the trainer is already gone.
             faulthandler.dump_traceback_later(limit_s, exit=True)
-            value = fn(cfg, sample, **kw)
-            answer = cloudpickle.dumps((to_reward(value, n, key), None))
+            answer = cloudpickle.dumps((to_reward(fn(cfg, sample, **kw), n, key), None))
         except BaseException as error:  # sys.exit() in a hook is no reward either
             answer = cloudpickle.dumps((None, describe(error)))
         faulthandler.cancel_dump_traceback_later()
@@ -173,7 +169,7 @@ def describe(error):
 # ---- Graders: (cfg, sample) -> number or dict, like a custom_rm ------------------------------------------------------
 # FORK POINT: to add one, write the function and name it in GRADERS. It may hang or crash: it runs in a worker process.
 def grader_view(sample, boxed):
-    """The sample that a grader sees: small (no tokens), and taken apart. boxed: the response is only what is in the box."""
+    """What a grader sees: the sample without its tokens, taken apart. boxed: only what is in the box is the response."""
     view = {key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata", "index")}
     view["answer"] = sample.response.rsplit("</think>", 1)[-1]  # all of it when there is no thinking
     view["box"] = last_boxed(view["answer"])
@@ -200,9 +196,9 @@ def math_(cfg, sample, box=None):
 
 def dapo(cfg, sample):
     # 2503.14476, eq. 7: +1 or -1. There normalised strings are compared, here values: 0.5 equals 1/2.
-    pred = (re.findall(r"(?i)answer\s*:[ \t]*([^\n]+)", sample.response) or ["[INVALID]"])[-1].strip(" *$\t")
-    acc = pred != "[INVALID]" and math_(cfg, sample, pred)
-    return {"score": 2.0 * acc - 1, "acc": acc, "pred": pred}
+    pred = (re.findall(r"(?i)answer\s*:[ \t]*([^\n]+)", sample.response) or [""])[-1].strip(" *$\t").rstrip(" *$.")
+    acc = pred != "" and math_(cfg, sample, pred)
+    return {"score": 2.0 * acc - 1, "acc": acc, "pred": pred or "[INVALID]"}
 
 def f1(cfg, sample):
     # SQuAD (1606.05250, sec. 6.1) on bags of words: 2PR / (P + R) = 2 common / (n_want + n_got)
@@ -211,16 +207,14 @@ def f1(cfg, sample):
     return 2 * (want & got).total() / (want.total() + got.total()) if want and got else want == got
 
 def gpqa(cfg, sample):
-    texts, letters = list(sample.metadata.get("choices") or ()), "ABCDEFGHIJ"  # texts in the order of the letters
+    texts, letters = sample.metadata.get("choices") or [], "ABCDEFGHIJ"  # texts: list, in the order of the letters
     right = letters[texts.index(sample.label)] if sample.label in texts else sample.gold
     right = str(sample.metadata.get("correct_letter") or right).strip("() .").upper()
     if len(right) != 1 or right not in letters:
         raise ValueError(f"{right!r:.200} is no letter; give metadata correct_letter, or choices that hold the label")
-    for where, pattern in ((sample.box or "", r"\b([A-J])\b"), (sample.answer, r"(?m)^\W*([A-J])\W*$"),
-                           (sample.answer, r"(?i:answer)(?i:\s+is)?[\s:*($]*([A-J])\b")):  # most explicit form first
-        if said := re.findall(pattern, where):
-            return said[-1] == right
-    return 0.0
+    said = (re.findall(r"\b([A-J])\b", sample.box or "") or re.findall(r"(?m)^\W*([A-J])\W*$", sample.answer)
+            or re.findall(r"(?i:answer)(?i:\s+is)?[\s:*($]*([A-J])\b", sample.answer))  # most explicit form first
+    return said[-1:] == [right]
 
 def reasoning_gym(cfg, sample, scorers={}):  # scorers: kept per process, because making one takes up to 0.4 s
     import reasoning_gym as gym
@@ -230,6 +224,8 @@ def reasoning_gym(cfg, sample, scorers={}):  # scorers: kept per process, becaus
 
 async def remote_rm(cfg, sample):
     import aiohttp
+    if not cfg.rm_url:
+        raise ValueError("rm_url is not set")
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     async with aiohttp.ClientSession(raise_for_status=True) as session:
         for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0):  # of the limit, waited before the next try; 0: that was the last
@@ -247,9 +243,9 @@ GRADERS = {"math": math_, "dapo": dapo, "f1": f1, "gpqa": gpqa, "reasoning_gym":
 SLOW_IMPORTS = dict(math="math_verify", deepscaler="math_verify", dapo="math_verify", reasoning_gym="reasoning_gym")
 
 def check_rm_type(name):
-    """The grader's name without "boxed_"; ValueError for an unknown one. configs/base.py asks before anything starts."""
+    """The grader without "boxed_"; ValueError for an unknown one. configs/base.py asks before any GPU is touched."""
     if (grader := str(name).removeprefix("boxed_")) in GRADERS:
         return grader
     near = difflib.get_close_matches(grader, GRADERS, 1, 0.0)[0]
-    raise ValueError(f"unknown rm_type {name!r}; did you mean {near!r}? There are {', '.join(GRADERS)}, each with or "
-                     "without boxed_ before it; a function of your own goes in custom_rm")
+    raise ValueError(f"unknown rm_type {name!r}; did you mean {near!r}? There are {', '.join(GRADERS)}, each also as "
+                     "boxed_<name>; a function of your own goes in custom_rm")

@@ -19,7 +19,6 @@ import importlib
 import importlib.util
 import json
 import pathlib
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -192,10 +191,9 @@ def read_run_file(run_file: str) -> dict[str, Any]:
     if not path.is_file():
         near = difflib.get_close_matches(str(path), [str(p) for p in pathlib.Path(__file__).parent.glob("*.py")], 1, 0.3)
         raise ValueError(f"run file {path} not found{f'; did you mean {near[0]}?' if near else ''}")
-    # The module gets a name of its own and is registered, so that Ray can send its functions to other processes.
+    # NOTE: not registered in sys.modules: so Ray sends its functions to other processes by value, not by a name unknown there.
     spec = importlib.util.spec_from_file_location(f"run_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     values = {}
     for key, value in vars(module).items():

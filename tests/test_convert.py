@@ -407,12 +407,36 @@ def test_save_hf_never_leaves_half_a_checkpoint(folders, tmp_path):
     with pytest.raises(AssertionError, match="given twice"):
         convert.save_hf(out, source, reader.hf_config, everything + everything[:1])
     assert len(convert.HFReader(out).names()) == len(everything)  # the older checkpoint stands
-    convert.save_hf(out, source, reader.hf_config, everything)  # and can be replaced by a complete one
+    # A kill between the two renames leaves only .old: the next save, even a failing one, puts it back first.
+    out.rename(tmp_path / "out.old")
+    with pytest.raises(KeyboardInterrupt):
+        convert.save_hf(out, source, reader.hf_config, killed())
+    assert len(convert.HFReader(out).names()) == len(everything)
+    # A complete one replaces it, and none of the older files stays behind.
+    convert.save_hf(out, source, reader.hf_config, everything, max_shard_bytes=100_000)
+    (tmp_path / "out.old" / "left").mkdir(parents=True)  # a kill just after the second rename
+    convert.save_hf(out, source, reader.hf_config, everything)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and not list(out.glob("model-*"))
     (tmp_path / "notes").mkdir()
     for path in (source, tmp_path / "notes"):  # never the source model, never a folder that is no checkpoint
         with pytest.raises(ValueError, match="is not replaced"):
             convert.save_hf(path, source, reader.hf_config, everything)
     assert convert.HFReader(source).names()
+
+
+def test_save_hf_copies_what_it_is_given(folders, tmp_path):
+    # The weight sync gathers every tensor into the same buffer, so what was yielded is overwritten by the next one.
+    reader = convert.HFReader(folders / "qwen2")
+    buffer = torch.empty(101 * 64)
+
+    def stream():
+        for name in reader.names():
+            tensor = reader(name)
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    convert.save_hf(tmp_path / "out", folders / "qwen2", reader.hf_config, stream())
+    saved = convert.HFReader(tmp_path / "out")
+    assert all(torch.equal(saved(name), reader(name)) for name in reader.names())
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------

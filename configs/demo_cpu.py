@@ -1,0 +1,39 @@
+"""
+The whole loop on a laptop: a small model that adds two numbers right half of the time learns to do it nearly always.
+
+    python train.py configs/demo_cpu.py          about 6 minutes on 2 cores, no GPU
+
+First configs/demo_sft.py teaches the format by example; then GRPO teaches the rest by reward alone.
+"""
+from configs.demo_sft import rows
+
+
+def training_rows() -> list[dict]:
+    return rows(held_out=False)
+
+
+def held_out_rows() -> list[dict]:
+    return rows(held_out=True)
+
+
+hf_checkpoint = "configs/demo_sft.py"    # a run file: that run goes first
+prompt_data = training_rows
+eval_prompt_data = dict(addition=dict(prompt_data=held_out_rows, eval_temperature=0.0))
+label_key = "label"
+rm_type = "exact"
+
+rollout_batch_size = 64           # P prompts
+n_samples_per_prompt = 8          # n: 512 samples a step
+num_rollout = 80
+rollout_shuffle = True
+rollout_max_response_len = 6
+eval_interval = 20
+
+advantage_estimator = "grpo"
+eps_clip_high = 0.28              # DAPO's clip-higher
+lr = 3e-4
+weight_decay = 0.0
+
+colocate = True                   # one CPU process each, weights by shared memory
+max_tokens_per_gpu = 8192
+sglang = dict(max_running_requests=256)

@@ -1,0 +1,50 @@
+"""
+The demo's first stage: a random 0.8M-parameter Qwen3 learns to add two numbers, to about half right, from worked examples.
+
+    python train.py configs/demo_sft.py          (configs/demo_cpu.py runs it by itself)
+"""
+import random
+
+
+def make_model(folder: str) -> None:
+    """A random model and a tokenizer with one token per character, written as any Hugging Face model is."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    words = ["<pad>", "<eos>", *"0123456789+="]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen3Config(vocab_size=len(words), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+                         tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+
+
+def rows(held_out: bool) -> list[dict]:
+    """All sums of two numbers below 100, in a fixed random order; every 50th is kept for evaluation."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(0).shuffle(pairs)
+    return [{"input": f"{a}+{b}=", "label": str(a + b)} for i, (a, b) in enumerate(pairs) if (i % 50 == 0) == held_out]
+
+
+def training_rows() -> list[dict]:
+    return rows(held_out=False)
+
+
+seed = 1
+hf_checkpoint = make_model
+prompt_data = training_rows
+label_key = "label"
+loss_type = "sft"
+
+rollout_batch_size = 256          # examples a step
+num_rollout = 260                 # 260 * 256 examples: each of the 9,800 about seven times
+rollout_shuffle = True
+lr = 3e-3
+lr_warmup_iters = 20
+lr_decay_style = "cosine"
+weight_decay = 0.0
+max_tokens_per_gpu = 4096         # 256 examples of about 9 tokens fit into one micro-batch

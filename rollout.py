@@ -1,0 +1,420 @@
+"""
+rollout.py: how are samples made? Prompts go to the engines, answers are scored, groups are filtered until the batch is full.
+
+    DataSource --groups--> generate_sample --/generate--> router --> engines
+                              |  tokens in, tokens and log-probs out; never text
+                              v
+                           Rewarder --> dynamic filter --> trained | filtered | put back | failed   (all counted, sum checked)
+
+The life of a group (P groups of n samples make a step):
+ 1. get_samples takes n copies of a prompt, or a group that waited in the buffer, with the tokens it has so far.
+ 2. n requests run at once; an engine that dies under one is replaced, gets the current weights, and the request is repeated.
+ 3. Rewards are scored as soon as a sample, or with group_rm the group, is finished.
+ 4. The dynamic filter keeps or drops the group; what is dropped is replaced by new prompts until P groups are kept.
+ 5. The rest is aborted and put back: with what it has under partial_rollout, else as if it had not been asked.
+
+Test:  pytest tests/test_rollout.py
+Knows nothing about: trainers, losses. After a restart it asks `resync` (train.py's) to push the weights again.
+"""
+import asyncio
+import inspect
+import json
+import pathlib
+import threading
+import time
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+
+import algos
+from buffer import DataSource, Sample, Status
+from configs.base import Config, eval_config
+from engines import EngineError
+from rewards import RewardError, Rewarder
+
+
+@dataclass
+class DynamicFilterOutput:
+    """What a dynamic_sampling_filter may return instead of a bool."""
+    keep: bool
+    reason: str | None = None                # counted as rollout/dynamic_filter/drop_<reason>
+
+
+def check_reward_nonzero_std(args, samples: list[Sample], **kw) -> DynamicFilterOutput:
+    """DAPO's filter (2503.14476, sec. 3.2): a group whose rewards are all equal has advantage 0 and teaches nothing."""
+    rewards = [s.get_reward_value(args.reward_key) for s in samples]
+    keep = max(rewards) - min(rewards) > 1e-6
+    return DynamicFilterOutput(keep, None if keep else f"zero_std_{rewards[0]:.1f}")
+
+
+@dataclass
+class RolloutResult:
+    samples: list[Sample]                    # of the groups to train on, sorted by group and index
+    rewards: list[float]                     # one a sample, normalised within its group
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Rollout:
+    """Generation, rewards and evaluation for one run. Runs its event loop in a thread of the driver."""
+
+    def __init__(self, cfg: Config, engines, data: DataSource, context_len: int, run_dir: pathlib.Path,
+                 on_progress: Callable = lambda done, total: None):
+        self.cfg, self.engines, self.data, self.run_dir = cfg, engines, data, run_dir
+        self.tokenizer = tokenizer = data.tokenizer
+        self.context_len = min(cfg.rollout_max_context_len or context_len, context_len)
+        self.eval_cfgs = {name: eval_config(cfg, name) for name in cfg.eval_prompt_data}
+        self.eval_data = {name: DataSource(c, tokenizer, context_len) for name, c in self.eval_cfgs.items()}
+        self.rewarder = Rewarder(cfg.reward_workers)
+        self.on_progress = on_progress       # (finished, wanted) groups, from the event loop's thread
+        self.resync: Callable[[list[int]], None] = lambda ranks: None
+        self.weight_version = 0
+        self.retries = 0                     # requests repeated in this step
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True).start()
+        self.session: aiohttp.ClientSession | None = None
+        self.run(self.open())
+
+    # -- the driver's side: plain blocking calls
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def generate(self, step: int) -> RolloutResult:
+        return self.run(self.generate_async(step))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return self.run(self.evaluate_async(step))
+
+    def close(self) -> None:
+        self.run(self.session.close())
+        self.rewarder.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    async def open(self) -> None:
+        limit = self.cfg.sglang_server_concurrency * max(1, self.engines.num_engines)
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False,
+                                             timeout=aiohttp.ClientTimeout(total=self.cfg.request_timeout_s))
+        self.slots = asyncio.Semaphore(limit)    # requests in flight
+        self.recovering = asyncio.Lock()
+        # What hooks get as `args`: every setting, and upstream's way to reach the engines.
+        host, port = self.engines.router_url.removeprefix("http://").split(":")
+        self.args = types.SimpleNamespace(**vars(self.cfg), sglang_router_ip=host, sglang_router_port=int(port),
+                                          tokenizer=self.tokenizer, generate=self.generate_sample)
+
+    # ---- One step ------------------------------------------------------------------------------------------------------
+    async def generate_async(self, step: int) -> RolloutResult:
+        """rollout_batch_size groups to train on. Raises where the filter leaves nothing, or nothing can be generated."""
+        cfg, begin, self.retries = self.cfg, time.perf_counter(), 0
+        outcomes, drops = Counter(), Counter()
+        kept: list[list[Sample]] = []
+        pending: dict[asyncio.Task, list[Sample]] = {}
+        monitor = asyncio.create_task(self.watch_engines())
+        try:
+            while len(kept) < cfg.rollout_batch_size:
+                while len(kept) + len(pending) < cfg.rollout_batch_size:
+                    self.ask(cfg.over_sampling_batch_size, pending, outcomes, drops)
+                done, _ = await asyncio.wait([*pending, monitor], return_when=asyncio.FIRST_COMPLETED)
+                if monitor in done:
+                    monitor.result()         # it only ends by raising
+                for task in sorted(done, key=lambda t: pending[t][0].group_index):
+                    group, result = pending.pop(task), task.result()
+                    if result is None:
+                        outcomes["failed"] += 1
+                    elif len(kept) == cfg.rollout_batch_size:
+                        outcomes["put_back"] += 1
+                        self.put_back([group])
+                    elif (reason := self.drop_reason(result)) is not None:
+                        outcomes["filtered"] += 1
+                        drops[reason] += 1
+                    else:
+                        kept.append(result)
+                        self.on_progress(len(kept), cfg.rollout_batch_size)
+            outcomes["put_back"] += await self.abort(pending)
+        finally:
+            monitor.cancel()
+            for task in pending:             # after an error: nothing may go on behind our back
+                task.cancel()
+        outcomes["trained"] = len(kept)
+        asked = outcomes.pop("asked")
+        assert asked == sum(outcomes.values()), f"{asked} groups asked for, accounted for {dict(outcomes)}: a group was lost"
+        kept.sort(key=lambda group: group[0].group_index)
+        samples = [sample for group in kept for sample in group]
+        metrics = self.step_metrics(samples, time.perf_counter() - begin)
+        metrics |= {f"rollout/groups_{k}": outcomes[k] for k in ("trained", "filtered", "put_back", "failed")}
+        metrics |= {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in drops.items()}
+        self.write_samples(step, samples, "train")
+        rewards = algos.normalize_rewards(cfg, [s.get_reward_value(cfg.reward_key) for s in samples],
+                                          [s.group_index for s in samples])
+        return RolloutResult(samples, rewards, metrics)
+
+    def ask(self, count: int, pending: dict, outcomes: Counter, drops: Counter) -> None:
+        """Start `count` more groups."""
+        limit = 20 * self.cfg.rollout_batch_size
+        if outcomes["asked"] >= limit:
+            raise RuntimeError(f"{outcomes['asked']} groups were asked for and still there are not {self.cfg.rollout_batch_size} "
+                               f"to train on: failed {outcomes['failed']}, dropped {dict(drops)}; the task is too hard, too "
+                               "easy, or broken: change the prompts or the dynamic_sampling_filter")
+        for group in self.data.get_samples(count):
+            outcomes["asked"] += 1
+            pending[asyncio.create_task(self.generate_group(self.cfg, group))] = group
+
+    def drop_reason(self, group: list[Sample]) -> str | None:
+        if self.cfg.dynamic_sampling_filter is None:
+            return None
+        out = self.cfg.dynamic_sampling_filter(self.args, group)
+        out = out if isinstance(out, DynamicFilterOutput) else DynamicFilterOutput(bool(out))
+        return None if out.keep else out.reason or "filter"
+
+    async def abort(self, pending: dict) -> int:
+        """Stop what is still running and put it back into the buffer. -> groups put back"""
+        groups = [pending[task] for task in pending]
+        end = time.monotonic() + self.cfg.request_timeout_s
+        while pending:
+            # A request that was on its way when the engines were told comes too late for it, so tell them again.
+            await asyncio.to_thread(self.engines.abort_all)
+            # A slow reward of a thrown-away group is not waited for.
+            waiting = [task for task, group in pending.items() if any(s.status == Status.PENDING for s in group)]
+            if not waiting:
+                break
+            done, _ = await asyncio.wait(waiting, timeout=1.0)
+            for task in done:
+                pending.pop(task)
+            if time.monotonic() > end:
+                raise TimeoutError(f"{len(pending)} groups did not end {self.cfg.request_timeout_s:.0f} s after the abort; "
+                                   "see the engines' logs in the run folder")
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        pending.clear()
+        self.put_back(sorted(groups, key=lambda group: group[0].group_index))
+        return len(groups)
+
+    def put_back(self, groups: list[list[Sample]]) -> None:
+        """With partial_rollout samples keep their tokens and go on later; else they start again. No prompt is lost."""
+        for group in groups:
+            for sample in group:
+                keep_tokens = self.cfg.partial_rollout and sample.status != Status.FAILED
+                if not keep_tokens:
+                    prompt_len = len(sample.tokens) - sample.response_length
+                    sample.tokens, sample.response, sample.response_length = sample.tokens[:prompt_len], "", 0
+                    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [], [], []
+                if not keep_tokens or sample.status == Status.ABORTED:
+                    sample.status = Status.PENDING
+                sample.reward = None
+        self.data.add_samples(groups)
+
+    # ---- One group -----------------------------------------------------------------------------------------------------
+    async def generate_group(self, cfg: Config, group: list[Sample], evaluation: bool = False) -> list[Sample] | None:
+        """Generate and score; None where a sample failed and the config says to go on without its group."""
+        results = await asyncio.gather(*(self.generate_and_score(cfg, s, evaluation) for s in group), return_exceptions=True)
+        for error in results:                # all siblings have ended: only now may one of them raise
+            if isinstance(error, RewardError) and cfg.on_reward_error == "skip":
+                return None
+            if isinstance(error, BaseException):
+                raise error
+        samples = [s for result in results for s in result]
+        if any(s.status == Status.ABORTED for s in samples):
+            return samples
+        if cfg.group_rm and not evaluation:
+            try:
+                for sample, reward in zip(samples, await self.rewarder.score(cfg, samples)):
+                    sample.reward = reward
+            except RewardError:
+                if cfg.on_reward_error == "raise":
+                    raise
+                return None
+        return samples
+
+    async def generate_and_score(self, cfg: Config, sample: Sample, evaluation: bool) -> list[Sample]:
+        """One sample, or its siblings where a custom generate returns several."""
+        params = self.sampling_params(cfg, sample, evaluation)
+        if sample.status in (Status.COMPLETED, Status.TRUNCATED):
+            samples = [sample]               # finished before its group was aborted
+        elif cfg.custom_generate_function is not None:
+            hook = cfg.custom_generate_function
+            extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(hook).parameters else {}
+            out = await hook(self.args, sample, params, **extra)
+            samples = out if isinstance(out, list) else [out]
+            for one in samples:
+                one.check()
+        else:
+            samples = [await self.generate_sample(sample, params)]
+        if not (cfg.group_rm and not evaluation):
+            for one in samples:
+                if one.status != Status.ABORTED and one.reward is None:
+                    try:
+                        one.reward = await self.rewarder.score(cfg, one, cfg.eval_reward_key if evaluation else cfg.reward_key)
+                    except RewardError:
+                        one.status = Status.FAILED
+                        raise
+        return samples
+
+    # FORK POINT: sampling. One request's sampling_params, as SGLang's /generate takes them.
+    def sampling_params(self, cfg: Config, sample: Sample, evaluation: bool) -> dict:
+        def choose(own, run):
+            return run if own is None or not evaluation else own
+        params = {"temperature": choose(cfg.eval_temperature, cfg.rollout_temperature),
+                  "top_p": choose(cfg.eval_top_p, cfg.rollout_top_p), "top_k": cfg.rollout_top_k,
+                  "max_new_tokens": choose(cfg.eval_max_response_len, cfg.rollout_max_response_len),
+                  "skip_special_tokens": cfg.rollout_skip_special_tokens, "spaces_between_special_tokens": False,
+                  "no_stop_trim": True}
+        if cfg.rollout_stop:
+            params["stop"] = cfg.rollout_stop
+        if cfg.rollout_stop_token_ids:
+            params["stop_token_ids"] = cfg.rollout_stop_token_ids
+        if cfg.deterministic:                # its own random numbers, whatever else is in the batch
+            params["sampling_seed"] = cfg.rollout_seed + sample.index
+        return params
+
+    async def generate_sample(self, sample: Sample, params: dict) -> Sample:
+        """The default generation: token ids in, token ids and log-probs out, appended to the sample."""
+        room = min(params["max_new_tokens"] - sample.response_length, self.context_len - len(sample.tokens))
+        if room <= 0:
+            sample.status = Status.TRUNCATED
+            return sample
+        if self.cfg.mask_offpolicy_in_partial_rollout and sample.response_length:
+            sample.loss_mask = [0] * sample.response_length      # written by older weights: context, not trained
+        out = await self.request({"input_ids": sample.tokens, "sampling_params": params | {"max_new_tokens": room},
+                                  "return_logprob": True}, sample)
+        meta = out["meta_info"]
+        pairs = meta["output_token_logprobs"]                    # [(log-prob, token id, text), ...]
+        sample.append([pair[1] for pair in pairs], [pair[0] for pair in pairs], version=int(meta.get("weight_version") or 0))
+        sample.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED,
+                         "abort": Status.ABORTED}[meta["finish_reason"]["type"]]
+        ids = sample.tokens[len(sample.tokens) - sample.response_length:]
+        if ids and ids[-1] == self.tokenizer.eos_token_id:       # for rewards and people; the token itself is trained
+            ids = ids[:-1]
+        sample.response = self.tokenizer.decode(ids, skip_special_tokens=self.cfg.rollout_skip_special_tokens)
+        return sample
+
+    async def request(self, payload: dict, sample: Sample) -> dict:
+        """One /generate through the router; repeated after an engine died under it."""
+        async with self.slots:
+            for attempt in range(self.cfg.request_retries + 1):
+                try:
+                    async with self.session.post(self.engines.router_url + "/generate", json=payload) as answer:
+                        if answer.status == 200:
+                            return await answer.json()
+                        problem = f"status {answer.status}: {(await answer.text())[:500]}"
+                        if answer.status in (400, 422):          # our own mistake: no repetition helps
+                            raise ValueError(f"sample {sample.index}: the engine refused the request ({problem}); "
+                                             "check prompt length, sampling settings and stop strings")
+                except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                self.retries += 1
+                await self.recover()
+                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
+        raise EngineError(f"sample {sample.index}: no answer from {self.engines.router_url} in {self.cfg.request_retries + 1} tries, "
+                          f"last {problem}; the engines' logs are in {self.run_dir}/logs, set request_retries or "
+                          "request_timeout_s higher if they only were slow")
+
+    # ---- Engines that die ------------------------------------------------------------------------------------------------
+    async def watch_engines(self) -> None:
+        """Runs beside generation: an engine that hangs keeps its connections open, so nobody else would notice."""
+        while True:
+            await asyncio.sleep(self.cfg.health_check_interval_s)
+            await self.recover()
+
+    async def recover(self) -> None:
+        """Replace dead engines and give them the current weights. One caller works, the others wait for it."""
+        async with self.recovering:
+            await asyncio.to_thread(self.engines.check_router)
+            for rank in await asyncio.to_thread(self.engines.check):
+                print(f"engine {rank} is down; restart {self.engines.restarts + 1} of {self.cfg.max_engine_restarts}", flush=True)
+                await asyncio.to_thread(self.engines.restart, rank)
+                await asyncio.to_thread(self.resync, [rank])
+                print(f"engine {rank} is back with weight version {self.weight_version}", flush=True)
+
+    # ---- Evaluation ------------------------------------------------------------------------------------------------------
+    async def evaluate_async(self, step: int) -> dict[str, float]:
+        """Every held-out set, with its own settings: mean reward, truncation, length and, if asked, pass@k."""
+        metrics = {}
+        for name, cfg in self.eval_cfgs.items():
+            begin, groups = time.perf_counter(), []
+            for i, prompt in enumerate(self.eval_data[name].prompts):
+                group = []
+                for j in range(cfg.n_samples_per_eval_prompt):
+                    index = i * cfg.n_samples_per_eval_prompt + j
+                    group.append(Sample(**vars(prompt) | {"metadata": dict(prompt.metadata), "group_index": i, "index": index}))
+                groups.append(group)
+            monitor = asyncio.create_task(self.watch_engines())
+            try:
+                results = await asyncio.gather(*(self.generate_group(cfg, group, evaluation=True) for group in groups))
+            finally:
+                monitor.cancel()
+            results = [group for group in results if group is not None]
+            rewards = [[s.get_reward_value(cfg.eval_reward_key) for s in group] for group in results]
+            flat, samples = [r for group in rewards for r in group], [s for group in results for s in group]
+            if not flat:
+                raise RuntimeError(f"evaluation {name}: every reward failed; the first messages are in the log above")
+            metrics[f"eval/{name}"] = sum(flat) / len(flat)
+            metrics[f"eval/{name}-truncated_ratio"] = mean(s.status == Status.TRUNCATED for s in samples)
+            metrics[f"eval/{name}-response_len"] = mean(s.response_length for s in samples)
+            metrics[f"eval/{name}-failed"] = len(groups) - len(results)
+            if cfg.log_passrate:
+                metrics |= {f"eval/{name}-pass@{k}": v for k, v in pass_at_k(rewards).items()}
+            metrics[f"perf/eval_{name}_time"] = time.perf_counter() - begin
+            self.write_samples(step, samples, name)
+        return metrics
+
+    # ---- Numbers and records -----------------------------------------------------------------------------------------------
+    def step_metrics(self, samples: list[Sample], seconds: float) -> dict[str, float]:
+        lengths = [s.response_length for s in samples]
+        rewards = [s.get_reward_value(self.cfg.reward_key) for s in samples]
+        groups = defaultdict(list)
+        for sample, reward in zip(samples, rewards):
+            groups[sample.group_index].append(reward)
+        metrics = {
+            "rollout/raw_reward": mean(rewards), "rollout/response_len/mean": mean(lengths),
+            "rollout/response_len/min": min(lengths), "rollout/response_len/max": max(lengths),
+            "rollout/response_len/median": sorted(lengths)[len(lengths) // 2],
+            "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
+            "rollout/stale_tokens": mean(v < self.weight_version for s in samples for v in s.weight_versions),
+            "rollout/request_retries": self.retries, "rollout/engine_restarts": self.engines.restarts,
+            "rollout/waiting_groups": len(self.data.buffer),
+            "perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
+        constant = Counter(round(g[0], 2) for g in groups.values() if max(g) == min(g))
+        return metrics | {f"rollout/zero_std/count_{reward}": n for reward, n in constant.items()}
+
+    def write_samples(self, step: int, samples: list[Sample], kind: str) -> None:
+        """samples.jsonl: what a person wants to look at, one line a sample."""
+        with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as f:
+            for s in samples:
+                f.write(json.dumps({
+                    "step": step, "set": kind, "group_index": s.group_index, "index": s.index, "prompt": s.prompt,
+                    "response": s.response, "label": s.label, "reward": s.reward, "status": s.status.value,
+                    "response_length": s.response_length, "weight_versions": sorted(set(s.weight_versions))}, default=str) + "\n")
+
+
+class FileRollout:
+    """loss_type="sft": the rows' own answers are the samples; nothing is generated, no engine is needed."""
+
+    def __init__(self, cfg: Config, data: DataSource):
+        self.cfg, self.data, self.weight_version = cfg, data, 0
+
+    def generate(self, step: int) -> RolloutResult:
+        samples = [s for group in self.data.get_samples(self.cfg.rollout_batch_size) for s in group]
+        return RolloutResult(samples, [0.0] * len(samples), {
+            "rollout/response_len/mean": mean(s.response_length for s in samples), "rollout/epoch": self.data.epoch})
+
+    def close(self) -> None:
+        pass
+
+
+def mean(values) -> float:
+    values = [float(v) for v in values]
+    return sum(values) / len(values) if values else 0.0
+
+
+def pass_at_k(rewards: list[list[float]]) -> dict[int, float]:
+    """Probability that at least one of k samples is right (reward > 0.5), k = 1, 2, 4, ...: 1 - C(n - c, k) / C(n, k), averaged
+    over prompts (Codex 2107.03374, eq. 1: unbiased, unlike 1 - (1 - p)^k)."""
+    from math import comb
+    n = min(len(group) for group in rewards)
+    out, k = {}, 1
+    while k <= n:
+        out[k] = mean(1 - comb(len(g) - sum(r > 0.5 for r in g), k) / comb(len(g), k) for g in rewards)
+        k *= 2
+    return out

@@ -1,0 +1,72 @@
+"""
+helpers.py: what several test files call. A Config without a run file, and worker processes that cannot hang a test.
+
+    run_workers(function, world, ...) --spawn--> function(rank, world, port, ...) in each process --> [result of each rank]
+
+Left out on purpose: fixtures; those are in conftest.py.
+"""
+import dataclasses
+import io
+import multiprocessing
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from configs.base import Config
+
+
+def make_cfg(**changes) -> Config:
+    """The defaults with what load() would have filled in for a CPU, and these changes; not validated."""
+    resolved = dict(device="cpu", dtype="float32", eps_clip_high=changes.get("eps_clip", 0.2), max_logprob_diff=1e-4)
+    return dataclasses.replace(Config(), **resolved | changes)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run_workers(function: Callable, world: int, *args, limit_s: float = 120) -> list:
+    """-> what function(rank, world, port, *args) returned on each rank. `function` must be importable by its name.
+
+    A worker that raises or dies fails the test at once with its traceback; all that is left is killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    results, port = context.Queue(), free_port()
+    workers = [context.Process(target=_work, args=(results, function, rank, world, port, *args), daemon=True)
+               for rank in range(world)]
+    for worker in workers:
+        worker.start()
+    end, out = time.monotonic() + limit_s, {}
+    try:
+        while len(out) < world:
+            assert time.monotonic() < end, f"{function.__name__}: only ranks {sorted(out)} of {world} were done in {limit_s} s"
+            try:
+                rank, error, data = results.get(timeout=0.2)
+            except queue.Empty:
+                dead = {r: w.exitcode for r, w in enumerate(workers) if w.exitcode and r not in out}
+                assert not dead, f"{function.__name__}: workers died without a word, rank: exit code {dead}"
+                continue
+            assert error is None, f"rank {rank} of {world} failed:\n{error}"
+            out[rank] = torch.load(io.BytesIO(data), weights_only=False)
+        return [out[rank] for rank in range(world)]
+    finally:
+        for worker in workers:
+            worker.join(5 if len(out) == world else 0)
+            if worker.is_alive():
+                worker.kill()
+
+
+def _work(results, function, rank, world, port, *args):
+    torch.set_num_threads(1)                 # ranks share the cores; more threads only fight
+    try:
+        data = io.BytesIO()                  # as bytes: a tensor in a queue is shared memory of a process that is leaving
+        torch.save(function(rank, world, port, *args), data)
+        results.put((rank, None, data.getvalue()))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), b""))

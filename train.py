@@ -1,0 +1,350 @@
+"""
+train.py: what happens when? Start both sides, then the loop: generate, train, sync, and save, evaluate, log on their cadence.
+
+    python train.py configs/demo_cpu.py                          a whole run on a laptop, minutes
+    python train.py configs/qwen3_4b_grpo.py --lr=2e-6           any field of configs/base.py; later wins
+    python train.py configs/qwen3_4b_grpo.py --dry-run           the resolved config and the placement, nothing started
+    python train.py configs/demo_cpu.py --resume                 go on with the newest run of this file
+
+    one step, colocated (both sides share the GPUs in turns)         separate GPUs
+    engines   generate |sleep|................|wake w|sync|wake kv   engines   generate |.........|sync|
+    trainers  .........|wake |ref, old, train |......|sync|sleep     trainers  .........| train   |sync|
+
+Test:  pytest tests/test_loop.py
+Knows nothing about: how anything is done. Every phase and every memory hand-over is a line of the loop below.
+"""
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import algos
+import buffer
+import convert
+import rewards
+from configs import base
+
+
+# ---- The loop --------------------------------------------------------------------------------------------------------
+def train(cfg: base.Config, run_dir: pathlib.Path) -> None:
+    """One run, from the model folder to the last checkpoint in run_dir."""
+    with contextlib.ExitStack() as stack:
+        stop = stop_on_signal()
+        engines, trainers, rollout, logs, first_step, num_rollout, dp_size = start(cfg, run_dir, stack)
+
+        if first_step == 0 and cfg.eval_prompt_data and not cfg.skip_eval_before_train:
+            with logs.phase("eval"):
+                logs.write(-1, rollout.evaluate(-1))             # step -1: before any training
+
+        for step in range(first_step, num_rollout):
+            logs.start_step()
+            with logs.phase("rollout"):
+                result = rollout.generate(step)                  # P groups of n Samples: tokens, masks, log-probs, rewards
+            with logs.phase("offload"):
+                if cfg.offload_rollout:
+                    engines.sleep()
+                if cfg.offload_train:
+                    trainers.wake()
+            with logs.phase("train"):
+                data = buffer.to_train_data(cfg, result.samples, result.rewards)
+                plan = buffer.plan(cfg, data, dp_size)           # optimizer steps x ranks x micro-batches
+                answer = trainers.train(data, plan)
+            metrics = result.metrics | train_metrics(answer)
+            check_invariants(cfg, step, answer["steps"], metrics, logs.print)
+
+            last = step + 1 == num_rollout
+            if last or stop.is_set() or due(cfg.save_interval, step):
+                with logs.phase("save"):
+                    save(cfg, run_dir, step + 1, trainers, rollout)
+            if engines is not None:
+                with logs.phase("offload"):
+                    if cfg.offload_rollout:
+                        engines.wake(["weights"])
+                with logs.phase("update_weights"):
+                    metrics |= trainers.push_weights(engines, step + 1)
+                    rollout.weight_version = step + 1
+                with logs.phase("offload"):
+                    if cfg.offload_train:
+                        trainers.sleep()
+                    if cfg.offload_rollout:
+                        engines.wake(["kv_cache", "cuda_graph"])
+            if cfg.eval_prompt_data and (last or due(cfg.eval_interval, step)):
+                with logs.phase("eval"):
+                    metrics |= rollout.evaluate(step)
+            logs.step(step, metrics)
+            logs.samples(step, result.samples)
+            if stop.is_set() and not last:
+                logs.print(f"stopped by a signal after step {step}; go on with --resume={run_dir}")
+                return
+        logs.finish()
+
+
+def due(interval: int | None, step: int) -> bool:
+    return interval is not None and (step + 1) % interval == 0
+
+
+# ---- Starting --------------------------------------------------------------------------------------------------------
+def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) -> tuple:
+    """Bring both sides up, at the same time. Whatever was started is on the stack and ends with it."""
+    import ray                               # heavy imports here: --dry-run and an error in the config need none of them
+    from transformers import AutoTokenizer
+
+    from actor import Trainers
+    from engines import Engines
+    from logs import Logs
+    from rollout import FileRollout, Rollout
+    model_dir = resolve_model(cfg, run_dir)
+    hf_config = convert.load_hf_config(model_dir)
+    convert.HFReader(model_dir, hf_config)   # a damaged or incomplete model is refused here, before anything is started
+    # The prompts are read before anything heavy starts: a broken line must not cost minutes.
+    data = buffer.DataSource(cfg, AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings)
+    num_rollout = cfg.num_rollout
+    if num_rollout is None:
+        num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
+
+    placement = start_ray(cfg, stack)
+    with ThreadPoolExecutor(1) as pool:
+        engines, engines_up = None, None
+        if cfg.loss_type != "sft":
+            engines = Engines(cfg, run_dir, model_dir, placement and placement[1])
+            stack.callback(engines.stop)
+            engines_up = pool.submit(engines.start)
+        trainers = Trainers(cfg, placement and placement[0])
+        stack.callback(trainers.stop)
+        reference = (cfg.ref_load or model_dir) if cfg.use_kl_loss or cfg.kl_coef else None
+        facts = trainers.start(model_dir, reference, num_rollout * cfg.num_steps_per_rollout,
+                               cfg.update_weight_disk_dir or str(run_dir / "weights"))
+        if engines_up:
+            engines_up.result()
+
+    checkpoint = latest_checkpoint(run_dir) if cfg.resume else None
+    extra = trainers.call("load", str(checkpoint)) if checkpoint else {"step": 0}
+    logs = stack.enter_context(Logs(cfg, run_dir, num_rollout, extra["step"]))
+    if data.skipped:
+        logs.print(f"left out of prompt_data: {dict(data.skipped)}; {len(data)} prompts remain")
+    if engines is None:
+        rollout = FileRollout(cfg, data)
+    else:
+        rollout = Rollout(cfg, engines, data, hf_config.max_position_embeddings, run_dir, logs.groups_done)
+        rollout.resync = lambda ranks: trainers.push_weights(engines, rollout.weight_version, only=ranks)
+        rollout.weight_version = extra["step"]
+        trainers.push_weights(engines, extra["step"])            # the engines' weights are the trainers', checked
+    stack.callback(rollout.close)
+    if checkpoint:
+        data.load_state_dict(extra["data"])
+    return engines, trainers, rollout, logs, extra["step"], num_rollout, facts["dp_size"]
+
+
+def start_ray(cfg: base.Config, stack: contextlib.ExitStack) -> tuple[list, list] | None:
+    """-> (placement of each trainer rank, placement of each engine); None on a machine with no GPU."""
+    import ray
+    if not ray.is_initialized():
+        # Workers import our files, so the repository is on their path. More "CPUs" than there are: most actors only wait.
+        env = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}}
+        local = {} if cfg.ray_address else dict(num_cpus=32, include_dashboard=False)
+        ray.init(address=cfg.ray_address, runtime_env=env, log_to_driver=True, logging_level="warning", **local)
+        stack.callback(ray.shutdown)
+    if cfg.device == "cpu":
+        return None
+    gpus = cfg.actor_num_gpus if cfg.colocate else cfg.actor_num_gpus + cfg.rollout_num_gpus
+    have = int(ray.cluster_resources().get("GPU", 0))
+    if have < gpus:
+        raise ValueError(f"the run needs {gpus} GPUs, the Ray cluster has {have}; set actor_num_gpus and rollout_num_gpus lower, "
+                         "set colocate=True, or add nodes (ray start --address=...)")
+    group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="PACK")
+    stack.callback(ray.util.remove_placement_group, group)
+    ray.get(group.ready(), timeout=cfg.start_timeout_s)
+    bundles = sorted_bundles(group, gpus, cfg.start_timeout_s)                # [(bundle, gpu id)] node by node
+    trainers = [(group, bundle) for bundle, _ in bundles[:cfg.actor_num_gpus]]
+    rest = bundles if cfg.colocate else bundles[cfg.actor_num_gpus:]
+    engines = [(group, *rest[i]) for i in range(0, cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine)]
+    return trainers, engines
+
+
+def sorted_bundles(group, count: int, timeout_s: float) -> list[tuple[int, int]]:
+    """(bundle index, GPU id on its node), sorted by node and GPU, so that one engine's GPUs lie side by side."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    @ray.remote(num_gpus=1)
+    def where():
+        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+    places = ray.get([where.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=i)).remote() for i in range(count)], timeout=timeout_s)
+    order = sorted(range(count), key=lambda i: places[i])
+    return [(i, places[i][1]) for i in order]
+
+
+def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
+    """hf_checkpoint -> a local folder: as it is, from the hub, written by a function, or the result of another run file."""
+    source = cfg.hf_checkpoint
+    if callable(source):
+        folder = run_dir / "initial_model"
+        if not (folder / "config.json").exists():
+            part = folder.with_name(folder.name + ".part")       # never half a model under the final name
+            shutil.rmtree(part, ignore_errors=True)
+            source(str(part))
+            part.rename(folder)
+        return str(folder)
+    if source.endswith(".py"):
+        stage_dir = run_dir / f"stage_{pathlib.Path(source).stem}"
+        if not (stage_dir / "done").exists():
+            stage = base.load(source)
+            print(f"first {source}, in {stage_dir}", flush=True)
+            launch(stage, stage_dir)
+            (stage_dir / "done").touch()
+        return str(max((stage_dir / "hf").glob("iter_*")))
+    return str(convert.HFReader(source).folder)
+
+
+def stop_on_signal() -> threading.Event:
+    """SIGTERM: the step is finished and saved, then the run ends. A second one ends it at once."""
+    stop = threading.Event()
+
+    def handle(*_):
+        if stop.is_set():
+            sys.exit("stopped by a second signal; the last checkpoint is good")
+        stop.set()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handle)
+    return stop
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+def save(cfg: base.Config, run_dir: pathlib.Path, step: int, trainers, rollout) -> None:
+    """checkpoints/iter_<step>: weights, optimizer, RNG, data position, waiting groups; then the marker; then old ones go."""
+    folder = run_dir / "checkpoints" / f"iter_{step:07d}"
+    trainers.call("save", str(folder), {"step": step, "data": rollout.data.state_dict()})
+    if cfg.save_hf:
+        trainers.call("save_hf", str(run_dir / "hf" / folder.name))
+    marker = folder.parent / "latest_checkpointed_iteration.txt"
+    marker.with_suffix(".part").write_text(str(step))
+    os.replace(marker.with_suffix(".part"), marker)
+    for parent in (run_dir / "checkpoints", run_dir / "hf"):
+        for old in sorted(parent.glob("iter_*[0-9]"))[:-cfg.keep_checkpoints]:
+            shutil.rmtree(old)
+
+
+def latest_checkpoint(run_dir: pathlib.Path) -> pathlib.Path | None:
+    marker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return run_dir / "checkpoints" / f"iter_{int(marker.read_text()):07d}" if marker.exists() else None
+
+
+# ---- Numbers that must hold --------------------------------------------------------------------------------------------
+def train_metrics(answer: dict) -> dict[str, float]:
+    """The trainers' answer -> train/*: means over the optimizer steps of this rollout; perf/*: seconds."""
+    steps, times = answer["steps"], answer["times"]
+    keys = set().union(*steps) - {"max_logp", "tokens"}
+    metrics = {f"train/{k}": sum(s[k] for s in steps if k in s) / len(steps) for k in keys}
+    tokens = sum(s["tokens"] for s in steps)
+    metrics |= {f"perf/{k}": v for k, v in times.items() if k != "train_time"}
+    return metrics | {"train/tokens": tokens, "perf/actor_train_tok_per_s": tokens / times["actor_train_time"]}
+
+
+def check_invariants(cfg: base.Config, step: int, steps: list[dict], metrics: dict, warn) -> None:
+    """Cheap checks of every step (DESIGN: always-on invariants). A breach says what it means and what to look at first."""
+    breaches = []
+    if cfg.loss_type == "policy":
+        tight = 1e-6 if cfg.dtype == "float32" else 1e-3
+        if abs(steps[0]["ppo_kl"]) > tight:
+            breaches.append(f"ppo_kl of the first optimizer step is {steps[0]['ppo_kl']:.3g} instead of 0: old and current log-probs "
+                            "come from the same weights, so the two passes differ. Dropout? A weight swap that did not come back?")
+        if step == 0 and cfg.use_kl_loss and not cfg.ref_load and abs(steps[0]["kl_loss"]) > tight:
+            breaches.append(f"kl_loss is {steps[0]['kl_loss']:.3g} at step 0 although the reference is the initial policy: the "
+                            "reference's weights are others. Was the run resumed from a checkpoint without --resume?")
+        diff, stale = metrics["train/train_rollout_logprob_abs_diff"], metrics["rollout/stale_tokens"]
+        if diff > cfg.max_logprob_diff and not stale and cfg.rollout_top_p == 1 and cfg.rollout_top_k == -1:
+            breaches.append(f"mean |logp - rollout_logp| is {diff:.3g}, above max_logprob_diff {cfg.max_logprob_diff:.3g}: trainer and "
+                            "engine do not agree about the same tokens. Usual causes, in order: a weight sync that did not arrive "
+                            "(set check_weight_update_interval=1), a chat template or token added by a hook after sampling, "
+                            "another dtype or quantisation in the engine, a temperature that one side does not know")
+    if max(s["max_logp"] for s in steps) > 1e-5:
+        breaches.append(f"a log-prob is {max(s['max_logp'] for s in steps):.3g} > 0, which no probability has: look for padded "
+                        "vocabulary rows or a softmax that was not reduced over all tensor-parallel ranks")
+    for breach in breaches:
+        if cfg.on_invariant == "raise":
+            raise RuntimeError(f"step {step}: {breach}. To go on all the same: --on_invariant=warn")
+        warn(f"WARNING step {step}: {breach}")
+
+
+# ---- Command line ------------------------------------------------------------------------------------------------------
+def check(cfg: base.Config) -> None:
+    """What only other files know. All of it before anything is started."""
+    algos.check(cfg)
+    for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
+        if name:
+            rewards.check_rm_type(name)
+
+
+def describe(cfg: base.Config) -> str:
+    """The resolved config and the placement, for people."""
+    defaults = base.Config()
+    values = base.to_dict(cfg)
+    lines = ["config (* differs from the default)"]
+    lines += [f"  {'*' if getattr(cfg, k) != getattr(defaults, k) else ' '} {k} = {v!r}" for k, v in values.items()]
+    tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
+    dp = cfg.actor_num_gpus // (tp * pp)
+    unit = "GPU" if cfg.device == "cuda" else "CPU process"
+    first_engine = 0 if cfg.colocate else cfg.actor_num_gpus
+    lines.append(f"placement: {cfg.actor_num_gpus} trainer rank(s) = tp {tp} x dp {dp} x pp {pp}"
+                 + ("" if cfg.loss_type == "sft" else f", {cfg.rollout_num_gpus // cfg.rollout_num_gpus_per_engine} engine(s) of tp "
+                    f"{cfg.rollout_num_gpus_per_engine}, {'sharing them' if cfg.colocate else 'apart'}"))
+    for rank in range(cfg.actor_num_gpus):
+        lines.append(f"  {unit} {rank}: trainer rank {rank} (tp {rank % tp}, dp {rank // tp % dp}, pp {rank // (tp * dp)})")
+    for engine in range(0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus // cfg.rollout_num_gpus_per_engine):
+        at = first_engine + engine * cfg.rollout_num_gpus_per_engine
+        lines.append(f"  {unit} {at}" + (f"-{at + cfg.rollout_num_gpus_per_engine - 1}" if cfg.rollout_num_gpus_per_engine > 1 else "")
+                     + f": engine {engine}")
+    lines.append(f"each step: {cfg.rollout_batch_size} prompts x {base.samples_per_group(cfg)} samples = {cfg.num_steps_per_rollout} optimizer "
+                 f"step(s) of {cfg.global_batch_size} samples; weights travel by {cfg.update_weight_transport}")
+    return "\n".join(lines)
+
+
+def find_run_dir(cfg: base.Config, run_file: str) -> pathlib.Path:
+    stem, root = pathlib.Path(run_file).stem, pathlib.Path(cfg.output_dir)
+    if isinstance(cfg.resume, str):
+        folder = pathlib.Path(cfg.resume)
+    elif cfg.resume:
+        runs = sorted(root.glob(f"{cfg.run_name or stem + '-*'}"), key=lambda p: p.stat().st_mtime)
+        runs = [run for run in runs if latest_checkpoint(run)]
+        if not runs:
+            raise ValueError(f"--resume: no run of {run_file} with a checkpoint in {root}; name its folder: --resume=outputs/...")
+        folder = runs[-1]
+    else:
+        folder = root / (cfg.run_name or f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+        if (folder / "metrics.jsonl").exists():
+            raise ValueError(f"{folder} holds a run already; add --resume to go on with it, or set another run_name")
+    return folder.absolute()
+
+
+def launch(cfg: base.Config, run_dir: pathlib.Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    base.save(cfg, run_dir / "config.json")
+    train(cfg, run_dir)
+
+
+def main() -> None:
+    args = [a for a in sys.argv[1:] if a not in ("--dry-run", "--dry_run")]
+    if not args or args[0].startswith("-"):
+        sys.exit(__doc__)
+    try:
+        cfg = base.load(args[0], args[1:])
+        check(cfg)
+        if len(args) < len(sys.argv) - 1:
+            print(describe(cfg))
+            return
+        run_dir = find_run_dir(cfg, args[0])
+    except ValueError as error:
+        sys.exit(f"error: {error}")          # the message is the remedy; a traceback would hide it
+    print(f"run folder: {run_dir}", flush=True)
+    launch(cfg, run_dir)
+
+
+if __name__ == "__main__":                   # spawned processes import this file again
+    main()
