@@ -2,8 +2,8 @@
 engines.py: how does an SGLang server live and die? Servers, the router before them, and the driver's hold on both.
 
     train.py: Engines --Ray--> Engine (actor) --Child--> sglang server (+ scheduler) --> <run>/logs/engine_<rank>.log
-                  |  \--HTTP: pause, flush, weights, sleep, wake---------^    ^
-                  \--Child--> sglang-router --requests of rollout.py----------/     --> <run>/logs/router.log
+                  |  +--HTTP: pause, flush, weights, sleep, wake---------^    ^
+                  +--Child--> sglang-router --requests of rollout.py----------/     --> <run>/logs/router.log
 
 Run:   with Engines(cfg, run_dir, model_path) as engines: ... engines.router_url ...
 Test:  pytest tests/test_engines.py
@@ -276,7 +276,8 @@ class Router:
             policy="round_robin",
             request_timeout_secs=int(self.cfg.request_timeout_s) + 60,       # rollout.py's ends first, and says more
             disable_retries=True, disable_circuit_breaker=True,              # rollout.py retries, and counts
-            health_check_interval_secs=1, health_success_threshold=1, health_failure_threshold=3)
+            health_check_interval_secs=1, health_success_threshold=1, health_failure_threshold=3,
+            prometheus_host="127.0.0.1", prometheus_port=free_port("127.0.0.1"))   # or a second run finds 29000 taken
         self.child = Child("router", args, self.log, {})
         self.child.wait_up(self.url + "/liveness", timeout_s)
 

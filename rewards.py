@@ -36,7 +36,6 @@ class RewardError(RuntimeError):
 # ---- What rollout.py uses --------------------------------------------------------------------------------------------
 class Rewarder:
     """Scores with cfg.custom_rm, else with the grader that sample.metadata["rm_type"] or else cfg.rm_type names.
-
     A plain `def` hook runs in another process on copies of cfg and sample: what it writes to them is lost, and what it
     keeps (a cache, a counter) is per process. An `async def` hook runs here, on the originals.
     """
@@ -169,7 +168,7 @@ def describe(error):
 # ---- Graders: (cfg, sample) -> number or dict, like a custom_rm ------------------------------------------------------
 # FORK POINT: to add one, write the function and name it in GRADERS. It may hang or crash: it runs in a worker process.
 def grader_view(sample, boxed):
-    """What a grader sees: the sample without its tokens, taken apart. boxed: only what is in the box is the response."""
+    """What a grader sees: the sample without its tokens, taken apart. boxed: the box is the whole response."""
     view = {key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata", "index")}
     view["answer"] = sample.response.rsplit("</think>", 1)[-1]  # all of it when there is no thinking
     view["box"] = last_boxed(view["answer"])
@@ -207,7 +206,7 @@ def f1(cfg, sample):
     return 2 * (want & got).total() / (want.total() + got.total()) if want and got else want == got
 
 def gpqa(cfg, sample):
-    texts, letters = sample.metadata.get("choices") or [], "ABCDEFGHIJ"  # texts: list, in the order of the letters
+    texts, letters = list(sample.metadata.get("choices") or ()), "ABCDEFGHIJ"  # texts in the order of the letters
     right = letters[texts.index(sample.label)] if sample.label in texts else sample.gold
     right = str(sample.metadata.get("correct_letter") or right).strip("() .").upper()
     if len(right) != 1 or right not in letters:

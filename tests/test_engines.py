@@ -36,13 +36,30 @@ def send(url: str, input_ids: list[int], max_new_tokens: int) -> dict:
 
 
 def in_flight(engines: Engines, requests: int, max_new_tokens: int = 400) -> list[Future]:
-    """Requests that are being generated when this returns."""
+    """Requests that are being generated when this returns, each with some tokens done and many to go."""
     pool = ThreadPoolExecutor(requests)
     futures = [pool.submit(send, engines.router_url, [5, 6, 7 + i], max_new_tokens) for i in range(requests)]
-    wait_until(lambda: sum(worker["load"] for worker in engines.router.workers().values()) == requests, 10.0,
-               f"the router did not have {requests} requests", engines.router.log)
-    time.sleep(0.3)
+
+    def under_way() -> bool:
+        loads = [load for url in engines.urls for load in call("GET", url + "/v1/loads?include=core", None, 5.0)["loads"]]
+        done = sum(load["num_total_tokens"] for load in loads) / requests
+        return sum(load["num_running_reqs"] for load in loads) == requests and done > 10
+
+    wait_until(under_way, 20.0, f"{requests} requests were not under way", engines.log_dir / "engine_0.log")
     return futures
+
+
+def gone(processes: list[psutil.Process], limit_s: float) -> bool:
+    """A zombie is gone too: its parent has only not asked for its exit code yet."""
+    def dead(process: psutil.Process) -> bool:
+        try:
+            return process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+    end = time.monotonic() + limit_s
+    while not all(map(dead, processes)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return all(map(dead, processes))
 
 
 # ---- Requests and control ----------------------------------------------------------------------------------------------
@@ -156,7 +173,7 @@ def test_a_dead_engine_is_found_and_replaced_but_not_for_ever(engines):
         supervisor = psutil.Process(ray.get(engines.actors[rank].pid.remote()))
         family = supervisor.children(recursive=True)
         family[0].kill()                     # the HTTP server; its scheduler and the supervisor must follow
-        assert psutil.wait_procs([supervisor, *family], 10)[1] == []
+        assert gone([supervisor, *family], 10.0)
 
     kill(1)
     assert engines.check() == [1]
@@ -194,4 +211,4 @@ if __name__ == "__main__":
         assert len(servers) >= 5, "two supervisors, the router, the server, its scheduler"
     finally:
         process.kill()
-    assert psutil.wait_procs(servers, 30)[1] == []
+    assert gone(servers, 30.0)

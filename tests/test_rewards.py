@@ -6,11 +6,11 @@ Run:   pytest -q tests/test_rewards.py        (real processes, a real HTTP serve
 import asyncio
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,19 +22,19 @@ from buffer import Sample
 from rewards import RewardError, Rewarder, check_rm_type, last_boxed
 
 
-@dataclass
-class Config:  # the fields of configs/base.py that rewards.py reads
-    rm_type: str | None = None
-    custom_rm: object = None
-    group_rm: bool = False
-    rm_url: str | None = None
-    reward_key: str | None = None
-    reward_timeout_s: float = 10.0
-    extra: dict = field(default_factory=dict)
+def Config(**changes):
+    """The fields of configs/base.py that rewards.py reads."""
+    # Not a class of this module: unpickling that would import this module, so torch, in every fresh worker process.
+    return SimpleNamespace(**{**dict(rm_type=None, custom_rm=None, group_rm=False, rm_url=None, reward_key=None,
+                                     reward_timeout_s=10.0, extra={}), **changes})
 
 
 def make(response, label=None, index=0, **metadata):
     return Sample(index=index, prompt="p", response=response, label=label, metadata=metadata)
+
+
+def light(index=0):
+    return SimpleNamespace(prompt="p", response="7", label="7", metadata={}, index=index)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,8 @@ def test_last_boxed(text, inside):
     ("f1", "A cat was on the mat, today!", "The cat sat on the mat.", {}, 6 / 9), ("f1", "the", "a", {}, 1.0),
     ("f1", "no no", "no", {}, 2 / 3), ("f1", "", "dog", {}, 0.0), ("f1", "dog", "cat", {}, 0.0),
     ("gpqa", "So the answer is (C).", "C", {}, 1.0), ("gpqa", r"Answer: A or \boxed{\text{B}}", "b", {}, 1.0),
-    ("gpqa", "<think>Answer: A</think>\n**B**", "A", {}, 0.0), ("gpqa", "Answer: **D**", "x", {"correct_letter": "D"}, 1.0),
+    ("gpqa", "<think>Answer: A</think>\n**B**", "A", {}, 0.0),
+    ("gpqa", "Answer: **D**", "x", {"correct_letter": "D"}, 1.0),
     ("gpqa", "The answer is B", "iron", {"choices": ["lead", "iron", "tin"]}, 1.0), ("gpqa", "A cat", "A", {}, 0.0),
     ("gpqa", "Answer: A. No.\nAnswer: C", "C", {}, 1.0), ("gpqa", "the answer is a mystery", "A", {}, 0.0)])
 def test_grader(rewarder, rm_type, response, label, metadata, reward):
@@ -81,8 +82,10 @@ def test_grader(rewarder, rm_type, response, label, metadata, reward):
 
 
 @pytest.mark.parametrize("response, acc, pred", [
-    ("Answer: 3\nAnswer: 0.5", True, "0.5"), (r"**Answer:** $\frac{1}{2}$", True, r"\frac{1}{2}"), ("0.5", False, "[INVALID]"),
-    (r"answer : \boxed{1/2}", True, r"\boxed{1/2}"), ("Answer: 2\nbecause 0.5", False, "2"), ("Answer: **", False, "[INVALID]"),
+    ("Answer: 3\nAnswer: 0.5", True, "0.5"), (r"**Answer:** $\frac{1}{2}$", True, r"\frac{1}{2}"),
+    ("0.5", False, "[INVALID]"),
+    (r"answer : \boxed{1/2}", True, r"\boxed{1/2}"), ("Answer: 2\nbecause 0.5", False, "2"),
+    ("Answer: **", False, "[INVALID]"),
     ("Answer: $0.5$.", True, "0.5"), (r"\boxed{0.5} Answer: **", False, "[INVALID]")])
 def test_dapo(rewarder, response, acc, pred):
     result = score(rewarder, make(response, r"\frac{1}{2}"), rm_type="dapo", reward_key="score")
@@ -94,7 +97,8 @@ def test_reasoning_gym_agrees_with_its_own_scorer(rewarder):
     for name in ("chain_sum", "countdown", "leg_counting"):
         entry = reasoning_gym.create_dataset(name, size=1, seed=1)[0]
         own = reasoning_gym.get_score_answer_fn(name)
-        for text, answer in ((f"<think><answer>9</answer></think> <answer> {entry['answer']}\n</answer>.", entry["answer"]),
+        for text, answer in ((f"<think><answer>9</answer></think> <answer> {entry['answer']}\n</answer>.",
+                              entry["answer"]),
                              (f" {entry['answer']} ", entry["answer"]), ("<answer>zz</answer>", "zz"), ("", "")):
             sample = make(text, rm_type="reasoning_gym", source_dataset=name, entry=entry)
             assert score(rewarder, sample) == own(answer, entry)
@@ -170,8 +174,8 @@ def test_group_hook(rewarder):
         score(rewarder, samples, custom_rm=short, group_rm=True)
 
 
-@pytest.mark.parametrize("value, reward", [(True, 1.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (np.array(2.0), 2.0),
-                                           (np.bool_(False), 0.0)])
+@pytest.mark.parametrize("value, reward", [(True, 1.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0),
+                                           (np.array(2.0), 2.0), (np.bool_(False), 0.0)])
 def test_scalars_become_floats(rewarder, value, reward):
     import torch
     for v in (value, torch.tensor(float(value))):
@@ -231,28 +235,34 @@ def test_a_hook_that_cannot_be_pickled_is_an_error(rewarder):
         score(rewarder, make(""), custom_rm=lambda args, sample: lock.locked())
 
 
-def busy(args, sample):
-    while True:
-        pass
+def hanging_hooks():  # defined inside a function, so that they travel by value
+    def busy(args, sample):
+        while True:
+            pass
 
+    def sleepy(args, sample):
+        time.sleep(1000)
 
-def sleepy(args, sample):
-    time.sleep(1000)
+    def regex(args, sample):  # in C, and never gives the GIL back: no Python thread could end it
+        re.match(r"(a+)+$", "a" * 50 + "b")
 
+    def stubborn(args, sample):  # swallows exceptions and signals that Python handles
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            try:
+                time.sleep(1000)
+            except BaseException:
+                pass
 
-def regex(args, sample):  # in C, and never gives the GIL back: no Python thread could end it
-    import re
-    re.match(r"(a+)+$", "a" * 50 + "b")
+    async def late(args, sample):
+        await asyncio.sleep(1000)
 
+    def parent(args, sample):
+        child = subprocess.Popen(["sleep", "1000"])
+        Path(args.extra["file"]).write_text(str(child.pid))
+        child.wait()
 
-async def late(args, sample):
-    await asyncio.sleep(1000)
-
-
-def parent_of_sleeper(args, sample):
-    child = subprocess.Popen(["sleep", "1000"])
-    Path(args.extra["file"]).write_text(str(child.pid))
-    child.wait()
+    return {hook.__name__: hook for hook in (busy, sleepy, regex, stubborn, late, parent)}
 
 
 def alive(pid):
@@ -269,21 +279,23 @@ def wait_until(condition, limit_s=5):
     return condition()
 
 
-@pytest.mark.parametrize("hook", [busy, sleepy, regex, late])
-def test_a_hanging_hook_is_ended_and_the_loop_stays_free(hook):
+@pytest.mark.parametrize("name", ["busy", "sleepy", "regex", "stubborn", "late"])
+def test_a_hanging_hook_is_ended_and_the_loop_stays_free(name):
+    hook = hanging_hooks()[name]
+
     async def main(rewarder):
-        await rewarder.score(Config(rm_type="exact"), make("7", "7"))  # warm
-        pids, ticks, start_s = [w.process.pid for w in rewarder.idle], 0, time.monotonic()
-        task = asyncio.create_task(rewarder.score(Config(custom_rm=hook, reward_timeout_s=0.5), make("", index=5)))
+        assert await rewarder.score(Config(rm_type="exact"), light()) == 1.0  # warm
+        pid, ticks, start_s = rewarder.idle[-1].process.pid, 0, time.monotonic()
+        task = asyncio.create_task(rewarder.score(Config(custom_rm=hook, reward_timeout_s=0.5), light(5)))
         while not task.done():
             await asyncio.sleep(0.01)
             ticks += 1
         wall_s = time.monotonic() - start_s
-        with pytest.raises(RewardError, match=f"sample 5 from {hook.__name__} .*(timed out|Timeout)"):
+        with pytest.raises(RewardError, match=f"sample 5 from {hook.__qualname__} .*(timed out|TimeoutError)"):
             await task
-        assert 0.45 < wall_s < 4 and ticks > 10  # the loop ran while the hook hung; Sample's module (torch) is imported first
-        assert hook is late or wait_until(lambda: not alive(pids[0]))
-        assert await rewarder.score(Config(rm_type="exact"), make("7", "7")) == 1.0
+        assert 0.45 < wall_s < 2 and ticks > 10, (wall_s, ticks)  # the loop ran while the hook hung
+        assert alive(pid) == (name == "late")
+        assert await rewarder.score(Config(rm_type="exact"), light()) == 1.0
 
     rewarder = Rewarder(1)
     asyncio.run(main(rewarder))
@@ -299,10 +311,11 @@ def test_an_answer_that_hangs_math_verify_is_an_error_not_a_zero():
 
 
 def test_a_hang_takes_its_own_children_along(tmp_path):
-    rewarder = Rewarder(1)
+    rewarder, file = Rewarder(1), tmp_path / "pid"
+    cfg = Config(custom_rm=hanging_hooks()["parent"], reward_timeout_s=0.5, extra={"file": str(file)})
     with pytest.raises(RewardError, match="timed out"):
-        score(rewarder, make(""), custom_rm=parent_of_sleeper, reward_timeout_s=0.5, extra={"file": str(tmp_path / "pid")})
-    assert wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
+        asyncio.run(rewarder.score(cfg, light()))
+    assert wait_until(lambda: not alive(int(file.read_text())))
     rewarder.close()
 
 
@@ -326,7 +339,8 @@ def test_no_process_outlives_close_or_a_killed_trainer(tmp_path):
     assert pids and not any(map(alive, pids))
     with pytest.raises(RewardError, match="shutdown"):
         score(rewarder, make("7", "7"), rm_type="exact")
-    code = ("import asyncio, os, signal; from types import SimpleNamespace as N; from rewards import Rewarder; r = Rewarder(1)\n"
+    code = ("import asyncio, os, signal\nfrom types import SimpleNamespace as N\nfrom rewards import Rewarder\n"
+            "r = Rewarder(1)\n"
             "c = N(custom_rm=None, rm_type='exact', reward_key=None, reward_timeout_s=9, group_rm=False)\n"
             "asyncio.run(r.score(c, N(prompt='', response='7', label='7', metadata={}, index=0)))\n"
             "print(r.idle[-1].process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
@@ -351,7 +365,7 @@ def test_200_at_once_in_order_and_fast(rewarder):
 
 # ---- remote_rm -------------------------------------------------------------------------------------------------------
 def with_server(answers, **cfg):
-    """Score one sample against a server that gives these answers in turn: (reward or None, rm_type's error, requests)."""
+    """Score one sample against a server that gives these answers in turn: (reward or None, error, requests)."""
     from aiohttp import web
     seen = []
 
@@ -371,7 +385,8 @@ def with_server(answers, **cfg):
         url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/rm"
         rewarder = Rewarder(1)
         try:
-            return await rewarder.score(Config(rm_url=url, **{"rm_type": "remote_rm", **cfg}), make(r"\boxed{r}", "l")), ""
+            config = Config(**{"rm_url": url, "rm_type": "remote_rm", **cfg})
+            return await rewarder.score(config, make(r"\boxed{r}", "l")), ""
         except RewardError as error:
             return None, str(error)
         finally:
