@@ -126,6 +126,12 @@ class TrainActor:
             for _ in stream:                 # take part in the gathering
                 pass
 
+    def sleep(self) -> None:
+        self.model.sleep()
+
+    def wake(self) -> None:
+        self.model.wake()
+
     def load(self, folder: str) -> dict:
         return self.model.load(pathlib.Path(folder))
 
@@ -180,12 +186,17 @@ class Trainers:
     def train(self, data: dict, plan: list) -> dict:
         return self.call("train", ray.put(data), ray.put(plan))
 
+    def sleep(self) -> None:
+        self.call("sleep")
+
+    def wake(self) -> None:
+        self.call("wake")
+
     def push_weights(self, engines, version: int, only: list[int] | None = None) -> dict[str, float]:
         """pause -> flush -> buckets -> verify -> version -> continue. `only`: ranks of engines that were just restarted."""
         interval = self.cfg.check_weight_update_interval
         check = self.syncs == 0 or only is not None or (interval > 0 and self.syncs % interval == 0)
         urls = [engines.urls[rank] for rank in only] if only is not None else engines.urls
-        begin = time.perf_counter()
         if only is None:
             engines.pause()
             engines.flush_cache()
@@ -200,7 +211,7 @@ class Trainers:
         versions = engines.weight_versions() if only is None else [str(version)]
         assert set(versions) == {str(version)}, (
             f"engines hold weight versions {versions}, the trainer pushed {version}: a sync was lost; restart with --resume")
-        return {"update_weights_time": time.perf_counter() - begin, "update_weights_bytes": answer["bytes"]}
+        return {"perf/update_weights_bytes": answer["bytes"]}
 
     def stop(self) -> None:
         for actor in self.actors:

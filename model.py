@@ -333,6 +333,17 @@ class MegatronModel:
             packed = box[0]
         return packed
 
+    # -- memory hand-over (colocated): what training alone needs leaves the GPU
+    def sleep(self) -> None:
+        self.optimizer.offload_to_cpu()
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers()
+
+    def wake(self) -> None:
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers()
+        self.optimizer.restore_from_cpu()
+
     # -- checkpoints
     def save(self, folder: pathlib.Path, extra: dict) -> None:
         """Weights, optimizer, schedule, RNG and `extra` into `folder`, loadable under any other layout. Every rank calls it.

