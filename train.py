@@ -145,6 +145,7 @@ def start_ray(cfg: base.Config, stack: contextlib.ExitStack) -> tuple[list, list
     """-> (placement of each trainer rank, placement of each engine); None on a machine with no GPU."""
     import ray
     if not ray.is_initialized():
+        os.environ.setdefault("RAY_worker_niceness", "0")        # Ray's 15 would let anything else on a laptop starve us
         # Workers import our files, so the repository is on their path. More "CPUs" than there are: most actors only wait.
         env = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}}
         local = {} if cfg.ray_address else dict(num_cpus=32, include_dashboard=False)

@@ -1,0 +1,144 @@
+"""
+test_loop.py: the whole loop, real and end to end: train.py as a user starts it, on a tiny model.
+
+Run: pytest tests/test_loop.py          Minutes: each run starts Ray, Megatron and SGLang.
+"""
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+RUN_FILE = '''
+hf_checkpoint = {model!r}
+def rows():
+    return [dict(input=f"{{a}}+{{b}}=", label=str(a + b)) for a in range(10) for b in range(10)]
+prompt_data = rows
+label_key = "label"
+def first_digit(args, sample):
+    """A reward with some spread on a random model: the share of digits in the answer."""
+    return sum(c.isdigit() for c in sample.response) / max(len(sample.response), 1)
+custom_rm = first_digit
+rollout_batch_size = 4
+n_samples_per_prompt = 4
+rollout_max_response_len = 8
+rollout_shuffle = True
+num_rollout = 4
+save_interval = 2
+lr = 1e-3
+colocate = True
+'''
+
+
+def run(args: list[str], timeout_s: float = 300, **kw) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "train.py", *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, **kw)
+
+
+def metrics(folder: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def exact(rows: list[dict]) -> list[dict]:
+    """What must be the same in two runs: everything but the clock."""
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def run_file(tiny_model, tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("run") / "tiny.py"
+    path.write_text(RUN_FILE.format(model=tiny_model))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole_run(run_file, tmp_path_factory) -> pathlib.Path:
+    """Four steps in one go, deterministic, with a KL term and an evaluation."""
+    out = tmp_path_factory.mktemp("out")
+    done = run([str(run_file), f"--output_dir={out}", "--run_name=whole", "--deterministic", *KL])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return out / "whole"
+
+
+KL = ["--use_kl_loss", "--kl_loss_coef=0.01", "--num_steps_per_rollout=2"]
+
+
+def test_metrics_hold(whole_run):
+    rows = metrics(whole_run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
+        assert row["rollout/groups_trained"] == 4
+        parts = ["rollout", "offload", "train", "save", "update_weights", "eval", "other"]
+        assert sum(row.get(f"perf/{p}_time", 0.0) for p in parts) == pytest.approx(row["perf/step_time"], rel=1e-6)
+        assert all(isinstance(v, (int, float)) for v in row.values())
+    assert rows[-1]["train/kl_loss"] > 0             # the policy has left the reference
+
+
+def test_outputs_open(whole_run):
+    """config.json, samples.jsonl, TensorBoard events, and a checkpoint that transformers loads."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    assert json.loads((whole_run / "config.json").read_text())["num_rollout"] == 4
+    samples = [json.loads(line) for line in (whole_run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 * 16 and {s["weight_versions"][0] for s in samples if s["step"] == 2} == {2}
+    events = EventAccumulator(str(whole_run / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("rollout/raw_reward")] == [0, 1, 2, 3]
+    folder = whole_run / "hf" / "iter_0000004"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    out = model.generate(**tokenizer("1+2=", return_tensors="pt"), max_new_tokens=4)
+    assert len(tokenizer.decode(out[0])) > len("1+2=")
+    assert sorted(p.name for p in (whole_run / "checkpoints").iterdir()) == [
+        "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
+
+
+def test_exact_resume(run_file, whole_run, tmp_path):
+    """2N steps, and N steps, SIGKILL, resume, N steps: the same metrics, bit for bit."""
+    args = [str(run_file), f"--output_dir={tmp_path}", "--run_name=cut", "--deterministic", *KL]
+    process = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               start_new_session=True)
+    marker = tmp_path / "cut" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    wait_for(marker.exists, 240, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert int(marker.read_text()) == 2
+    done = run([str(run_file), f"--resume={tmp_path / 'cut'}", "--deterministic", *KL])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert exact(metrics(tmp_path / "cut")) == exact(metrics(whole_run))
+
+
+def test_sigterm_saves_and_exits(run_file, tmp_path):
+    args = [str(run_file), f"--output_dir={tmp_path}", "--run_name=term", "--num_rollout=1000", "--save_interval=900"]
+    process = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for((tmp_path / "term" / "samples.jsonl").exists, 240, process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "go on with --resume" in out, out[-3000:]
+    saved = int((tmp_path / "term" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == metrics(tmp_path / "term")[-1]["step"] + 1
+
+
+def test_stages_and_layouts(run_file, tmp_path):
+    """A run file as hf_checkpoint runs first (SFT, no engine); then TP 2 with sequence parallelism, two engines, gloo sync."""
+    sft = tmp_path / "sft.py"
+    sft.write_text(run_file.read_text() + 'loss_type = "sft"\nnum_rollout = 3\nrollout_batch_size = 16\ncolocate = False\n')
+    args = [str(run_file), f"--hf_checkpoint={sft}", f"--output_dir={tmp_path}", "--run_name=two", "--num_rollout=2", "--actor_num_gpus=2",
+            "--tensor_model_parallel_size=2", "--sequence_parallel", "--rollout_num_gpus=2", "--update_weight_transport=distributed"]
+    done = run(args)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    losses = [row["train/loss"] for row in metrics(tmp_path / "two" / "stage_sft")]
+    assert losses[-1] < losses[0]
+    assert len(metrics(tmp_path / "two")) == 2
+
+
+def wait_for(condition, timeout_s: float, process) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "train.py ended early: " + (process.stdout.read()[-3000:] if process.stdout else "")
+        assert time.monotonic() < end, f"not reached in {timeout_s} s"
+        time.sleep(0.2)
