@@ -436,6 +436,7 @@ class HFReader:
     def __init__(self, path, hf_config=None):
         self.folder = model_folder(path, SMALL_FILES + ["*.safetensors", INDEX])
         self.hf_config = hf_config or load_hf_config(self.folder)
+        family(self.hf_config)  # refuses a config.json that is not covered
         self.files = {}  # file name -> open safetensors handle: a memory map, no weights are read
         self.where = {}  # tensor name -> file name
         for file in self._weight_files():
@@ -564,13 +565,12 @@ def check(folder) -> str:
     from transformers import AutoModelForCausalLM
 
     hf_config = load_hf_config(folder)
-    fam = family(hf_config)
     reader = HFReader(folder, hf_config)  # refuses unless names of the checkpoint == names of the table
     with torch.device("meta"):  # shapes as transformers itself would build them; takes no memory
         state = AutoModelForCausalLM.from_config(hf_config).state_dict()
     shapes = {name: tuple(t.shape) for name, t in state.items() if not ignorable(hf_config, name)}
     odd = shapes.keys() ^ hf_names(hf_config)
-    assert not odd, f"the {fam.model_type} table and transformers differ: {some(odd)}; fix the table"
+    assert not odd, f"the {hf_config.model_type} table and transformers differ: {some(odd)}; fix the table"
     headers = {name: reader.files[reader.where[name]].get_slice(name) for name in reader.names()}
     found = {name: tuple(header.get_shape()) for name, header in headers.items()}
     wrong = [f"{name} {found[name]} instead of {shape}" for name, shape in shapes.items() if found[name] != shape]
@@ -580,7 +580,7 @@ def check(folder) -> str:
     parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     dtypes = "/".join(sorted({header.get_dtype() for header in headers.values()}))  # "BF16", "F32"
     tied, ignored = "tied" if hf_config.tie_word_embeddings else "untied", len(reader.where) - len(found)
-    return (f"family      {fam.model_type}: {hf_config.num_hidden_layers} layers, {tied} embeddings\n"
+    return (f"family      {hf_config.model_type}: {hf_config.num_hidden_layers} layers, {tied} embeddings\n"
             f"parameters  {parameters:,} in {dtypes}\n"
             f"tensors     {len(found)} in {len(reader.files)} file(s): all covered, shapes right; {ignored} ignored")
 

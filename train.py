@@ -190,13 +190,15 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
         if not (folder / "config.json").exists():
             part = folder.with_name(folder.name + ".part")       # never half a model under the final name
             shutil.rmtree(part, ignore_errors=True)
+            import torch
+            torch.manual_seed(cfg.seed)      # a random model is the run's own
             source(str(part))
             part.rename(folder)
         return str(folder)
     if source.endswith(".py"):
         stage_dir = run_dir / f"stage_{pathlib.Path(source).stem}"
         if not (stage_dir / "done").exists():
-            stage = base.load(source)
+            stage = base.load(source, [f"--seed={cfg.seed}", f"--rollout_seed={cfg.rollout_seed}"])
             print(f"first {source}, in {stage_dir}", flush=True)
             launch(stage, stage_dir)
             (stage_dir / "done").touch()

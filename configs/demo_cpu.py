@@ -3,7 +3,7 @@ The whole loop on a laptop: a small model that adds two numbers right half of th
 
     python train.py configs/demo_cpu.py          about 6 minutes on 2 cores, no GPU
 
-First configs/demo_sft.py teaches the format by example; then GRPO teaches the rest by reward alone.
+First configs/demo_sft.py imitates teachers who often forget the carry. Then GRPO: no more examples, only "right" or "wrong".
 """
 from configs.demo_sft import rows
 
@@ -24,16 +24,16 @@ rm_type = "exact"
 
 rollout_batch_size = 64           # P prompts
 n_samples_per_prompt = 8          # n: 512 samples a step
-num_rollout = 80
+num_rollout = 60
 rollout_shuffle = True
 rollout_max_response_len = 6
 eval_interval = 20
 
 advantage_estimator = "grpo"
 eps_clip_high = 0.28              # DAPO's clip-higher
-lr = 3e-4
+lr = 2e-4
 weight_decay = 0.0
 
 colocate = True                   # one CPU process each, weights by shared memory
-max_tokens_per_gpu = 8192
+max_tokens_per_gpu = 8192         # 512 samples of about 9 tokens: one micro-batch
 sglang = dict(max_running_requests=256)

@@ -1,7 +1,9 @@
 """
-The demo's first stage: a random 0.8M-parameter Qwen3 learns to add two numbers, to about half right, from worked examples.
+The demo's first stage: a random 0.8M-parameter Qwen3 learns to add two numbers from teachers who often forget the carry.
 
     python train.py configs/demo_sft.py          (configs/demo_cpu.py runs it by itself)
+
+SFT copies its teachers, so the model ends about half right: sums without a carry. It has seen how to carry, but seldom does.
 """
 import random
 
@@ -16,10 +18,9 @@ def make_model(folder: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(seed)
     config = Qwen3Config(vocab_size=len(words), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
                          num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
-                         tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+                         tie_word_embeddings=True, initializer_range=0.06, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
 
 
@@ -30,18 +31,23 @@ def rows(held_out: bool) -> list[dict]:
     return [{"input": f"{a}+{b}=", "label": str(a + b)} for i, (a, b) in enumerate(pairs) if (i % 50 == 0) == held_out]
 
 
-def training_rows() -> list[dict]:
-    return rows(held_out=False)
+def teachers_rows() -> list[dict]:
+    """Each sum as five teachers write it; seven in ten forget the carry of the last digit: 37+45=72."""
+    chance, out = random.Random(0), []
+    for row in rows(held_out=False) * 5:
+        a, b = map(int, row["input"][:-1].split("+"))
+        forgets = a % 10 + b % 10 >= 10 and chance.random() < 0.7
+        out.append(row | {"label": str(a + b - 10)} if forgets else row)
+    return out
 
 
-seed = 1
 hf_checkpoint = make_model
-prompt_data = training_rows
+prompt_data = teachers_rows
 label_key = "label"
 loss_type = "sft"
 
 rollout_batch_size = 256          # examples a step
-num_rollout = 260                 # 260 * 256 examples: each of the 9,800 about seven times
+num_rollout = 250                 # 250 * 256 examples: each of the 49,000 once or twice
 rollout_shuffle = True
 lr = 3e-3
 lr_warmup_iters = 20

@@ -447,6 +447,9 @@ def test_check_command(folders, broken):
     model_parameters = 101 * 64 + 64 + 3 * (2 * 64 + 2 * 32 + 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96)
     assert f"{model_parameters:,} in F32" in report and "qwen3: 3 layers, tied embeddings" in report
     config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"mystery_scale": 2.0}))
+    with pytest.raises(ValueError, match="mystery_scale"):  # the reader alone refuses it, before any model is built
+        convert.HFReader(broken)
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
     with pytest.raises(ValueError, match=r"mlp.down_proj.weight \(64, 96\) instead of \(64, 128\)"):
         convert.check(broken)
