@@ -13,11 +13,12 @@ Test:  pytest tests/test_weights_sync.py
 Knows nothing about: samples, losses, which weights these are. Ranks of data-parallel replica 0 do the work; replicas are equal.
 """
 import base64
+import datetime
 import hashlib
 import pathlib
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import httpx
@@ -119,6 +120,7 @@ class WeightSync:
     def __init__(self, cfg, model, disk_dir: pathlib.Path):
         self.cfg, self.model, self.disk_dir = cfg, model, disk_dir
         self.group, self.group_urls = None, None     # the process group with the engines, and whom it joins
+        self.members: set[str] = set()       # engines that hold a group of ours, this one or one before it
         self.pool = ThreadPoolExecutor(16)
         if cfg.device == "cpu":
             # NOTE: with the default strategy the engine, not our child, refuses the handle and dies.
@@ -183,19 +185,22 @@ class WeightSync:
         from sglang.srt.utils import init_custom_process_group
         if self.group is not None:
             dist.destroy_process_group(self.group)
-            alive = [u for u in self.group_urls if u in urls]
-            self.post(alive, "/destroy_weights_update_group", [{"group_name": GROUP}] * len(alive))
-        per_engine = self.cfg.rollout_num_gpus_per_engine
+            self.group = self.group_urls = None
+        # NOTE: an engine that was not sent to lately may still hold a group of before, and then cannot join another.
+        leave = [u for u in urls if u in self.members]
+        self.post(leave, "/destroy_weights_update_group", [{"group_name": GROUP}] * len(leave))
+        per_engine, limit_s = self.cfg.rollout_num_gpus_per_engine, self.cfg.train_timeout_s
         world = 1 + per_engine * len(urls)
         host, port = socket.gethostbyname(socket.gethostname()), free_port()
         backend = "nccl" if self.cfg.device == "cuda" else "gloo"
-        joined = self.pool.submit(self.post, urls, "/init_weights_update_group", [
+        joined = self.pool.submit(init_custom_process_group, backend=backend, init_method=f"tcp://{host}:{port}", world_size=world,
+                                  rank=0, group_name=GROUP, timeout=datetime.timedelta(seconds=limit_s))
+        # An engine's refusal comes first, and says more than our own wait for it.
+        self.post(urls, "/init_weights_update_group", [
             {"master_address": host, "master_port": port, "rank_offset": 1 + i * per_engine, "world_size": world,
              "group_name": GROUP, "backend": backend} for i in range(len(urls))])
-        self.group = init_custom_process_group(backend=backend, init_method=f"tcp://{host}:{port}", world_size=world, rank=0,
-                                               group_name=GROUP)
-        joined.result(timeout=self.cfg.start_timeout_s)
-        self.group_urls = list(urls)
+        self.group, self.group_urls = joined.result(timeout=limit_s), list(urls)
+        self.members |= set(urls)
 
     def send_distributed(self, bucket: Bucket, urls: list[str]) -> None:
         """The engines are told by HTTP what comes, and receive it in one broadcast."""
@@ -224,12 +229,16 @@ class WeightSync:
                 old.rmdir()
 
     def post(self, urls: list[str], path: str, payloads: list[dict]) -> None:
-        """To all engines at once; any no is an error with the engine's own words."""
+        """To all engines at once; the first no is an error with the engine's own words, whoever else is still busy."""
         def one(url, payload):
             answer = httpx.post(url + path, json=payload, timeout=self.cfg.train_timeout_s, trust_env=False)
             if answer.status_code >= 400 or not answer.json().get("success", True):
                 raise RuntimeError(f"engine {url}{path} refused the weights ({answer.status_code}): {answer.text[:1000]}")
-        list(ThreadPoolExecutor(max(1, len(urls))).map(one, urls, payloads))
+        pool = ThreadPoolExecutor(max(1, len(urls)))     # one thread each: a broadcast needs all engines at the same time
+        answers = [pool.submit(one, url, payload) for url, payload in zip(urls, payloads)]
+        done, _ = wait(answers, return_when=FIRST_EXCEPTION)
+        for answer in done:
+            answer.result()
 
 
 def free_port() -> int:

@@ -56,7 +56,7 @@ def trainers(request, engines, tiny_model, tmp_path_factory):
         yield trainers
     finally:
         with contextlib.suppress(EngineError):   # the next trainers make a group of the same name
-            engines.post("/destroy_weights_update_group", {"group_name": weights_sync.GROUP})
+            engines.post("/destroy_weights_update_group", {"group_name": weights_sync.GROUP}, timeout_s=20.0)
         trainers.stop()
 
 
