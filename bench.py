@@ -66,6 +66,7 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
                     with logs.phase("rollout"):
                         result = rollout.generate(step)
             loop_begin = logs.step_begin = time.perf_counter() - logs.times["rollout"]
+            times = logs.times
             with logs.phase("train"):
                 data = buffer.to_train_data(cfg, result.samples, result.rewards)
                 plan = buffer.plan(cfg, data, dp_size)
@@ -76,7 +77,7 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
                 metrics |= trainers.push_weights(engines, step + 1)
                 rollout.weight_version = step + 1
             logs.step(step, metrics)
-            row |= {f"{k}_s": v for k, v in logs.times.items()} | {f"{k}_s": v for k, v in answer["times"].items()}
+            row |= {f"{k}_s": v for k, v in times.items()} | {f"{k}_s": v for k, v in answer["times"].items()}
             row |= {"step_s": time.perf_counter() - loop_begin, "rollout_tokens": sum(s.response_length for s in result.samples),
                     "train_tokens": sum(len(s.tokens) for s in result.samples), "bytes": metrics["perf/update_weights_bytes"]}
             rows.append(row)

@@ -82,8 +82,8 @@ class Sample:
             if have != n and not (name != "loss_mask" and have == 0):
                 raise ValueError(f"sample {self.index}: {name} has {have} entries for {n} response tokens; "
                                  f"extend responses with sample.append()")
-        if n > len(self.tokens):
-            raise ValueError(f"sample {self.index}: response_length {n} exceeds its {len(self.tokens)} tokens; "
+        if n >= len(self.tokens):            # the first response token needs one before it, to be predicted from
+            raise ValueError(f"sample {self.index}: response_length {n} leaves no prompt in its {len(self.tokens)} tokens; "
                              f"tokens must be the prompt's ids followed by the response's")
 
     def to_dict(self) -> dict:
@@ -126,7 +126,7 @@ def read_rows(cfg, source) -> tuple[list[dict], Counter]:
 
 def read_jsonl(cfg, path: str, skipped: Counter) -> list[dict]:
     rows = []
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:              # bytes: a line that is not UTF-8 is one bad line, not a bad file
         for number, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
@@ -242,12 +242,13 @@ class DataSource:
         for i in range(first, len(turns)):
             train = turns[i]["role"] == "assistant" and turns[i].get("step_loss_mask", 1)
             ask_next = i + 1 < len(turns) and turns[i + 1]["role"] == "assistant"
-            whole = self.render(turns[:i + 1], tools, ask_next)
-            if whole[:len(sample.tokens)] != sample.tokens:
-                raise ValueError(f"the chat template rewrites earlier turns when turn {i} is added, so there is no exact loss "
-                                 "mask; use a template that only appends, or one row per assistant turn")
-            new = whole[len(sample.tokens):]
-            sample.append(new, [0.0] * len(new) if train else None, trainable=bool(train))
+            for header in (False, True)[:1 + ask_next]:   # the header of an assistant turn is the template's: not trained
+                whole = self.render(turns[:i + 1], tools, header)
+                if whole[:len(sample.tokens)] != sample.tokens:
+                    raise ValueError(f"the chat template rewrites earlier turns when turn {i} is added, so there is no exact "
+                                     "loss mask; use a template that only appends, or one row per assistant turn")
+                new, train = whole[len(sample.tokens):], bool(train and not header)
+                sample.append(new, [0.0] * len(new) if train else None, trainable=train)
         sample.response = self.tokenizer.decode(sample.tokens[-sample.response_length:])
         return sample
 

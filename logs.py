@@ -96,6 +96,7 @@ class Logs:
         self.write(step, metrics)
         numbers = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in HEADLINE.items() if name in metrics)
         self.progress.update(self.task, completed=step + 1, numbers=numbers)
+        self.start_step()                    # what follows, a checkpoint say, is in the next step's times
         held_out = "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k.startswith("eval/") and "-" not in k)
         if not self.console.is_terminal or held_out:
             self.print(f"step {step}: {numbers}  {held_out}")

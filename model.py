@@ -365,9 +365,9 @@ class MegatronModel:
 
     def load(self, folder: pathlib.Path) -> dict:
         """The inverse of save; returns `extra`. The layout may differ from the one it was saved under."""
-        state = dist_checkpointing.load(self.sharded_state(is_loading=True), str(folder))
-        self.module.load_state_dict(state["model"])
-        with torch_adam_steps(self.optimizer):
+        with torch_adam_state(self.optimizer):
+            state = dist_checkpointing.load(self.sharded_state(is_loading=True), str(folder))
+            self.module.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
@@ -387,28 +387,32 @@ class MegatronModel:
 
 
 @contextlib.contextmanager
-def torch_adam_steps(optimizer):
-    """Two repairs of Megatron's optimizer loading for torch's Adam, the one used without Transformer Engine and apex.
+def torch_adam_state(optimizer):
+    """Three repairs of Megatron's optimizer loading for torch's Adam, the one used without Transformer Engine and apex.
 
-    Its loader copies every entry of a parameter's state and finds no "step" in the file, where that is stored once; and it
-    hands one step tensor to all parameters, which Adam would then raise once for each of them.
+    It asks a fresh optimizer for a state that only exists after a step. It copies every entry of a parameter's state and finds
+    no "step" in the file, where that is stored once. And it hands one step tensor to all parameters, which Adam would then
+    raise once for each of them.
     """
+    parts = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    for adam in parts:
+        for param in [p for group in adam.param_groups for p in group["params"]]:
+            if not adam.state[param]:
+                adam.state[param] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states(self, param, tensors):
         group, order = self.model_param_group_index_map[param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in state:
-            tensors = tensors | {"step": state["step"]}
-        original(self, param, tensors)
+        original(self, param, tensors | {"step": state["step"]} if "step" in state else tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
     try:
         yield
     finally:
         DistributedOptimizer._set_main_param_and_optimizer_states = original
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for state in one.optimizer.state.values():
+    for adam in parts:
+        for state in adam.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 

@@ -35,15 +35,15 @@ from configs import base
 def train(cfg: base.Config, run_dir: pathlib.Path) -> None:
     """One run, from the model folder to the last checkpoint in run_dir."""
     with contextlib.ExitStack() as stack:
-        stop = stop_on_signal()
         engines, trainers, rollout, logs, first_step, num_rollout, dp_size = start(cfg, run_dir, stack)
+        stop = stop_on_signal()              # after ray.init, which sets a handler of its own
 
         if first_step == 0 and cfg.eval_prompt_data and not cfg.skip_eval_before_train:
             with logs.phase("eval"):
                 logs.write(-1, rollout.evaluate(-1))             # step -1: before any training
 
+        logs.start_step()
         for step in range(first_step, num_rollout):
-            logs.start_step()
             with logs.phase("rollout"):
                 result = rollout.generate(step)                  # P groups of n Samples: tokens, masks, log-probs, rewards
             with logs.phase("offload"):
@@ -59,9 +59,6 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> None:
             check_invariants(cfg, step, answer["steps"], metrics, logs.print)
 
             last = step + 1 == num_rollout
-            if last or stop.is_set() or due(cfg.save_interval, step):
-                with logs.phase("save"):
-                    save(cfg, run_dir, step + 1, trainers, rollout)
             if engines is not None:
                 with logs.phase("offload"):
                     if cfg.offload_rollout:
@@ -77,8 +74,11 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> None:
             if cfg.eval_prompt_data and (last or due(cfg.eval_interval, step)):
                 with logs.phase("eval"):
                     metrics |= rollout.evaluate(step)
-            logs.step(step, metrics)
             logs.samples(step, result.samples)
+            logs.step(step, metrics)
+            if last or stop.is_set() or due(cfg.save_interval, step):
+                with logs.phase("save"):                         # after the log, so that a resumed run lacks no line
+                    save(cfg, run_dir, step + 1, trainers, rollout)
             if stop.is_set() and not last:
                 logs.print(f"stopped by a signal after step {step}; go on with --resume={run_dir}")
                 return

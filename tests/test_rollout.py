@@ -1,0 +1,471 @@
+"""
+test_rollout.py: do prompts become the right samples, and is none lost? Two real SGLang servers, the router, real reward
+processes; transformers says which log-probs are right.
+
+Test:  pytest tests/test_rollout.py      (about 90 s on two cores: three SGLang starts)
+Left out on purpose: graders (tests/test_rewards.py), trainers: a "new weight version" here is only a number, except where an
+engine dies.
+"""
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import pathlib
+import threading
+import time
+
+import aiohttp
+import psutil
+import pytest
+import torch
+
+from buffer import DataSource, Status
+from engines import Engines
+from helpers import make_cfg
+from rewards import RewardError
+from rollout import DynamicFilterOutput, Rollout, check_reward_nonzero_std, pass_at_k
+
+CONTEXT = 512                                # tokens: the tiny model's max_position_embeddings
+
+
+# ---- What is shared ----------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def engines(tiny_model, tmp_path_factory):
+    import ray
+    ray.init(num_cpus=8, include_dashboard=False)
+    cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=180.0)
+    with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
+        engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+        yield engines
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
+@pytest.fixture
+def make(engines, tokenizer, tmp_path):
+    """make(**changes of the config) -> Rollout; closed after the test."""
+    with contextlib.ExitStack() as stack:
+        def build(**changes) -> Rollout:
+            cfg = dict(prompt_data=sums, label_key="label", custom_rm=share_of_digits, rollout_num_gpus=2, rollout_batch_size=4,
+                       n_samples_per_prompt=3, rollout_max_response_len=12, request_timeout_s=120.0, health_check_interval_s=5.0,
+                       reward_timeout_s=20.0)
+            cfg = make_cfg(**cfg | {"over_sampling_batch_size": changes.get("rollout_batch_size", 4)} | changes)
+            engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+            rollout = Rollout(cfg, engines, DataSource(cfg, tokenizer, CONTEXT), CONTEXT, tmp_path)
+            stack.callback(rollout.close)
+            return rollout
+        yield build
+
+
+def sums() -> list[dict]:
+    return [dict(input=f"{a}+{b}=", label=str(a + b)) for a in range(5) for b in range(8)]
+
+
+async def share_of_digits(args, sample):
+    return sum(c.isdigit() for c in sample.response) / max(len(sample.response), 1)
+
+
+async def long_answers(args, sample, params):
+    """A custom_generate_function: 300 tokens each, in which there is time to abort or to kill."""
+    return await args.generate(sample, params | {"max_new_tokens": 300, "ignore_eos": True})
+
+
+@torch.no_grad()
+def assert_log_probs(model, sample) -> None:
+    tokens = torch.tensor([sample.tokens])
+    want = model(tokens).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[-sample.response_length:, 0]   # [R]
+    torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), want, atol=1e-4, rtol=0)
+
+
+def groups_of(samples) -> dict[int, list]:
+    groups = collections.defaultdict(list)
+    for sample in samples:
+        groups[sample.group_index].append(sample)
+    return groups
+
+
+def outcomes(metrics) -> dict[str, int]:
+    return {k: metrics[f"rollout/groups_{k}"] for k in ("trained", "filtered", "put_back", "failed")}
+
+
+# ---- A step ------------------------------------------------------------------------------------------------------------
+def test_generate(make, tokenizer, reference, tmp_path):
+    rollout = make()
+    result = rollout.generate(0)
+    assert [(s.group_index, s.index) for s in result.samples] == [(i // 3, i) for i in range(12)]
+    for s in result.samples:
+        s.check()
+        prompt = tokenizer(s.prompt)["input_ids"]
+        assert s.tokens[:-s.response_length] == prompt and 1 <= s.response_length <= 12
+        ended = s.tokens[-1] == tokenizer.eos_token_id
+        assert s.status == (Status.COMPLETED if ended else Status.TRUNCATED) and (ended or s.response_length == 12)
+        assert s.response == tokenizer.decode(s.tokens[len(prompt):len(s.tokens) - ended])
+        assert s.loss_mask == [1] * s.response_length and s.weight_versions == [0] * s.response_length
+        assert s.reward == asyncio.run(share_of_digits(None, s))
+        assert_log_probs(reference, s)
+    assert len({tuple(s.tokens) for s in result.samples}) > 4, "siblings must not be copies"
+    assert outcomes(result.metrics) == dict(trained=4, filtered=0, put_back=0, failed=0)
+    assert result.metrics["rollout/response_len/mean"] == pytest.approx(sum(s.response_length for s in result.samples) / 12)
+    assert result.metrics["rollout/stale_tokens"] == 0
+    for i in range(0, 12, 3):                # normalised within the group: mean 0, std 1 (or all 0)
+        own, raw = torch.tensor(result.rewards[i:i + 3]), torch.tensor([s.reward for s in result.samples[i:i + 3]])
+        torch.testing.assert_close(own, (raw - raw.mean()) / (raw.std() + 1e-6), atol=1e-4, rtol=0)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["set"], r["index"], r["response"]) for r in lines] == [(0, "train", s.index, s.response) for s in result.samples]
+
+
+def test_context_bounds_the_response(make, tokenizer):
+    """Tokens of prompt and response together; a prompt that leaves no room is left out when the data is read."""
+    prompts = ["1" * 12, "2" * 24, "3" * 23]
+    rollout = make(prompt_data=lambda: [dict(input=p, label="") for p in prompts], rollout_max_context_len=24,
+                   custom_generate_function=long_answers, rollout_batch_size=2)
+    assert rollout.data.skipped == {"prompt_too_long": 1}
+    samples = rollout.generate(0).samples
+    assert {s.prompt for s in samples} == {prompts[0], prompts[2]}
+    assert all(s.status == Status.TRUNCATED and len(s.tokens) <= 24 for s in samples)
+    assert {len(s.tokens) for s in samples if s.prompt == prompts[0]} == {24}
+
+
+@pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 6, CONTEXT - 7, CONTEXT - 20])
+def test_prompts_at_the_engines_own_limit(make, length):
+    """SGLang refuses inputs some tokens before its context is full: for us that is a truncated sample, not a dead run."""
+    rollout = make(prompt_data=lambda: [dict(input="1" * length, label="")], custom_generate_function=long_answers,
+                   rollout_batch_size=1)
+    samples = rollout.generate(0).samples
+    assert all(s.status == Status.TRUNCATED and len(s.tokens) <= CONTEXT for s in samples)
+    assert all(s.response_length > 0 for s in samples) == (length <= CONTEXT - 7)
+
+
+# ---- Filters and over-sampling -------------------------------------------------------------------------------------------
+def keep_even(args, samples):
+    assert args.sglang_router_port and len(samples) == args.n_samples_per_prompt
+    return samples[0].group_index % 2 == 0
+
+
+def keep_even_with_reason(args, samples):
+    keep = samples[0].group_index % 2 == 0
+    return DynamicFilterOutput(keep, None if keep else "odd")
+
+
+@pytest.mark.parametrize("keep, reason", [(keep_even, "filter"), (keep_even_with_reason, "odd")])
+def test_a_filtered_group_is_replaced(make, keep, reason):
+    rollout = make(dynamic_sampling_filter=keep)
+    result = rollout.generate(0)
+    trained = sorted(groups_of(result.samples))
+    assert len(trained) == 4 and all(g % 2 == 0 for g in trained)
+    got = outcomes(result.metrics)
+    assert got["filtered"] == result.metrics[f"rollout/dynamic_filter/drop_{reason}"] >= 3
+    assert sum(got.values()) == rollout.data.next_group and got["put_back"] == len(rollout.data.buffer)
+
+
+def test_nonzero_std_filter(make):
+    async def one_in_three(args, sample):    # groups 0, 3, ... have two different rewards, 1, 4, ... only 1.0, 2, 5, ... only 0.5
+        return [float(sample.index % 2), 1.0, 0.5][sample.group_index % 3]
+    rollout = make(dynamic_sampling_filter=check_reward_nonzero_std, custom_rm=one_in_three, rollout_batch_size=2)
+    result = rollout.generate(0)
+    assert all(g % 3 == 0 for g in groups_of(result.samples))
+    drops = {k.removeprefix("rollout/dynamic_filter/drop_"): v for k, v in result.metrics.items() if "/drop_" in k}
+    assert set(drops) == {"zero_std_1.0", "zero_std_0.5"} and sum(drops.values()) == result.metrics["rollout/groups_filtered"]
+
+
+def test_dict_rewards_reach_the_filter(make):
+    async def scores(args, sample):
+        return {"score": float(sample.index), "other": 1.0}
+    result = make(custom_rm=scores, reward_key="score", dynamic_sampling_filter=check_reward_nonzero_std).generate(0)
+    assert result.metrics["rollout/groups_filtered"] == 0 and result.metrics["rollout/raw_reward"] == sum(range(12)) / 12
+    result = make(custom_rm=scores, reward_key="other").generate(0)
+    assert result.rewards == [0.0] * 12 and result.metrics["rollout/zero_std/count_1.0"] == 4
+
+
+def test_a_filter_that_drops_everything_ends_the_run(make):
+    rollout = make(dynamic_sampling_filter=lambda args, samples: False, rollout_batch_size=1, n_samples_per_prompt=2)
+    with pytest.raises(RuntimeError, match=r"20 groups were asked for .* dropped \{'filter': 20\}.*change the prompts or the dynamic_sampling_filter"):
+        rollout.generate(0)
+
+
+def test_surplus_groups_wait_and_none_is_lost(make):
+    rollout = make(over_sampling_batch_size=7, rollout_batch_size=4)
+    trained = []
+    for step in range(4):
+        waiting = [group[0].group_index for group in rollout.data.buffer]
+        result = rollout.generate(step)
+        trained += sorted(groups_of(result.samples))
+        assert all(len(group) == 3 for group in groups_of(result.samples).values())
+        assert outcomes(result.metrics) == dict(trained=4, filtered=0, put_back=3, failed=0)
+        asked_now = set(groups_of(result.samples)) | {group[0].group_index for group in rollout.data.buffer}
+        assert set(waiting) <= asked_now, "what waited is asked first"
+        for group in rollout.data.buffer:    # as if they had not been asked
+            assert all(s.status == Status.PENDING and s.response_length == 0 and s.reward is None for s in group)
+            assert all(s.tokens == rollout.tokenizer(s.prompt)["input_ids"] for s in group)
+    everything = sorted(trained + [group[0].group_index for group in rollout.data.buffer])
+    assert everything == list(range(rollout.data.next_group)), "each once: trained, or waiting"
+
+
+# ---- Partial rollout -----------------------------------------------------------------------------------------------------
+async def mostly_long(args, sample, params):
+    """Groups 0 and 1 are done at once; of the others the first sample is, and the siblings go on for 300 tokens."""
+    short = sample.group_index < 2 or sample.index % args.n_samples_per_prompt == 0
+    return await args.generate(sample, params | {"max_new_tokens": 8 if short else 300, "ignore_eos": True})
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_partial_rollout_goes_on(make, engines, reference, mask):
+    rollout = make(rollout_batch_size=2, over_sampling_batch_size=4, partial_rollout=True, mask_offpolicy_in_partial_rollout=mask,
+                   custom_generate_function=mostly_long)
+    first = rollout.generate(0)
+    assert sorted(groups_of(first.samples)) == [0, 1] and outcomes(first.metrics)["put_back"] == 2
+    before = {}
+    for group in rollout.data.buffer:
+        assert group[0].status == Status.TRUNCATED and group[0].response_length == 8
+        for s in group[1:]:
+            assert s.status == Status.PENDING and 0 < s.response_length < 300
+        before |= {s.index: list(s.tokens) for s in group}
+
+    engines.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
+    rollout.weight_version = 1
+    second = rollout.generate(1)
+    done = [s for s in second.samples if s.index in before]
+    assert sorted(groups_of(done)) == [2, 3] and len(done) == 6
+    for s in done:
+        old = len(before[s.index]) - (len(s.tokens) - s.response_length)
+        assert s.tokens[:len(before[s.index])] == before[s.index]
+        assert s.response_length == (8 if s.index % 3 == 0 else 300)
+        assert s.weight_versions == [0] * old + [1] * (s.response_length - old)
+        assert s.loss_mask == ([0] * old if mask else [1] * old) + [1] * (s.response_length - old)
+        assert_log_probs(reference, s)       # the numbers are the same weights'
+        assert s.reward is not None
+    stale = sum(v == 0 for s in second.samples for v in s.weight_versions) / sum(s.response_length for s in second.samples)
+    assert second.metrics["rollout/stale_tokens"] == pytest.approx(stale) and stale > 0
+
+
+def test_without_partial_rollout_aborted_groups_start_again(make):
+    rollout = make(rollout_batch_size=2, over_sampling_batch_size=4, custom_generate_function=mostly_long)
+    begin = time.monotonic()
+    rollout.generate(0)
+    assert time.monotonic() - begin < 60
+    assert [group[0].group_index for group in rollout.data.buffer] == [2, 3]
+    for s in (s for group in rollout.data.buffer for s in group):
+        assert s.status == Status.PENDING and s.response_length == 0 and s.loss_mask == s.weight_versions == s.rollout_log_probs == []
+        assert s.tokens == rollout.tokenizer(s.prompt)["input_ids"]
+
+
+# ---- Custom generation -----------------------------------------------------------------------------------------------------
+def test_custom_generate_with_its_own_request(make, reference):
+    """Upstream's way: the router's address from args, one's own HTTP, one's own sample."""
+    seen = []
+
+    async def own_request(args, sample, sampling_params, evaluation=False):
+        seen.append(evaluation)
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+        payload = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+        async with aiohttp.ClientSession() as session, session.post(url, json=payload) as answer:
+            meta = (await answer.json())["meta_info"]
+        sample.append([7, 8], trainable=False)                   # a tool's words
+        sample.tokens, sample.response_length = sample.tokens[:-2], 0
+        sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [], [], []
+        pairs = meta["output_token_logprobs"]
+        sample.append([token for _, token, _ in pairs], [logp for logp, _, _ in pairs])
+        sample.append([7, 8], trainable=False)
+        sample.response, sample.status = "x", Status.COMPLETED
+        return sample
+    rollout = make(custom_generate_function=own_request, eval_prompt_data={"held_out": sums})
+    samples = rollout.generate(0).samples
+    assert seen == [False] * 12 and len(samples) == 12
+    for s in samples:
+        assert s.tokens[-2:] == [7, 8] and s.loss_mask == [1] * (s.response_length - 2) + [0, 0]
+        s = dataclasses.replace(s, tokens=s.tokens[:-2], response_length=s.response_length - 2, rollout_log_probs=s.rollout_log_probs[:-2])
+        assert_log_probs(reference, s)
+    rollout.evaluate(0)
+    assert seen[12:] == [True] * 40
+
+
+def test_custom_generate_may_return_siblings(make):
+    async def twins(args, sample, sampling_params):
+        out = []
+        for i in range(2):
+            twin = dataclasses.replace(sample, rollout_id=sample.index, metadata={"twin": i})
+            out.append(await args.generate(twin, sampling_params))
+        return out
+    result = make(custom_generate_function=twins, rollout_batch_size=2).generate(0)
+    assert [(s.group_index, s.index, s.rollout_id, s.metadata["twin"]) for s in result.samples] == [
+        (i // 3, i, i, twin) for i in range(6) for twin in range(2)]
+    assert len(result.rewards) == 12 and all(s.reward is not None for s in result.samples)
+
+
+def test_a_malformed_sample_of_a_hook_is_refused(make):
+    async def forgets_the_mask(args, sample, sampling_params):
+        sample.tokens, sample.response_length = sample.tokens + [5, 6], 2
+        return sample
+    with pytest.raises(ValueError, match="loss_mask has 0 entries for 2 response tokens; extend responses with sample.append"):
+        make(custom_generate_function=forgets_the_mask).generate(0)
+
+
+def test_a_group_that_a_hook_aborts_is_asked_again(make):
+    tried = collections.Counter()
+
+    async def not_at_first(args, sample, sampling_params):
+        tried[sample.index] += 1
+        if tried[sample.index] == 1 and sample.group_index == 1:
+            sample.status = Status.ABORTED
+            return sample
+        return await args.generate(sample, sampling_params)
+    rollout = make(custom_generate_function=not_at_first)
+    result = rollout.generate(0)
+    left = [group[0].group_index for group in rollout.data.buffer]
+    assert len(groups_of(result.samples)) == 4 and all(s.reward is not None for s in result.samples)
+    assert sorted([*groups_of(result.samples), *left]) == list(range(rollout.data.next_group)), "no group is lost"
+
+
+# ---- Rewards ---------------------------------------------------------------------------------------------------------------
+def plain_length(args, sample):
+    return float(len(sample.response))
+
+
+async def group_ranks(args, samples):
+    return [float(i) for i, _ in enumerate(samples)]
+
+
+def test_plain_and_group_rewards(make):
+    samples = make(custom_rm=plain_length).generate(0).samples
+    assert [s.reward for s in samples] == [len(s.response) for s in samples]
+    samples = make(custom_rm=group_ranks, group_rm=True).generate(0).samples
+    assert [s.reward for s in samples] == [0.0, 1.0, 2.0] * 4
+
+
+def raises(args, sample):
+    if sample.index == 4:
+        raise KeyError("no such answer")
+    return 1.0
+
+
+def hangs(args, sample):
+    while sample.index == 4:
+        time.sleep(0.1)
+    return 1.0
+
+
+async def hangs_async(args, sample):
+    while sample.index == 4:
+        await asyncio.sleep(0.1)
+    return 1.0
+
+
+@pytest.mark.parametrize("reward, cause", [(raises, "KeyError.*no such answer"), (hangs, "timed out"), (hangs_async, "TimeoutError")])
+def test_a_failing_reward(make, reward, cause):
+    with pytest.raises(RewardError, match=rf"no reward for sample 4 from {reward.__name__} .*{cause}.*on_reward_error='skip'"):
+        make(custom_rm=reward, reward_timeout_s=1.0).generate(0)
+    result = make(custom_rm=reward, reward_timeout_s=1.0, on_reward_error="skip").generate(0)
+    assert outcomes(result.metrics) == dict(trained=4, filtered=0, put_back=3, failed=1)
+    assert 1 not in groups_of(result.samples), "group 1 has sample 4"
+
+
+def test_a_failing_group_reward(make):
+    async def second_group(args, samples):
+        if samples[0].group_index == 1:
+            raise KeyError("no such group")
+        return [1.0] * len(samples)
+    with pytest.raises(RewardError, match=r"sample \[3, 4, 5\].*no such group"):
+        make(custom_rm=second_group, group_rm=True).generate(0)
+    result = make(custom_rm=second_group, group_rm=True, on_reward_error="skip").generate(0)
+    assert result.metrics["rollout/groups_failed"] == 1 and 1 not in groups_of(result.samples)
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------------
+def test_pass_at_k():
+    """n = 4 with c = 1 right: pass@2 = 1 - C(3,2)/C(4,2) = 1/2; c = 2: 1 - C(2,2)/C(4,2) = 5/6; c = 0 and 4: 0 and 1."""
+    assert pass_at_k([[1, 0, 0, 0]]) == pytest.approx({1: 1 / 4, 2: 1 / 2, 4: 1})
+    assert pass_at_k([[1, 0, 1, 0]]) == pytest.approx({1: 1 / 2, 2: 5 / 6, 4: 1})
+    assert pass_at_k([[1, 0, 0, 0], [1, 0, 1, 0], [0] * 4, [1] * 4]) == pytest.approx({1: 7 / 16, 2: 7 / 12, 4: 3 / 4})
+    assert pass_at_k([[1, 0, 1]]) == pytest.approx({1: 2 / 3, 2: 1})     # 1 - C(1,2)/C(3,2): C(1,2) = 0
+    assert pass_at_k([[1]]) == {1: 1.0}
+
+
+async def even_index(args, sample):
+    return {"score": float(sample.index % 2 == 0), "long": float(sample.response_length)}
+
+
+def test_evaluation_with_settings_of_each_set(make, reference, tmp_path):
+    greedy = dict(prompt_data=lambda: sums()[:3], eval_temperature=0.0, eval_max_response_len=5, n_samples_per_eval_prompt=2,
+                  eval_reward_key="long", custom_rm=even_index)
+    sampled = dict(prompt_data=lambda: sums()[3:5], n_samples_per_eval_prompt=4)
+    rollout = make(eval_prompt_data={"greedy": greedy, "sampled": sampled}, custom_rm=even_index, reward_key="score",
+                   eval_reward_key="score", log_passrate=True)
+    position = rollout.data.state_dict()
+    metrics = rollout.evaluate(7)
+    assert rollout.data.state_dict() == position, "an evaluation takes no training prompts"
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    by_set = {name: [r for r in lines if r["set"] == name] for name in ("greedy", "sampled")}
+    assert [len(rows) for rows in by_set.values()] == [6, 8] and all(r["step"] == 7 for r in lines)
+    for row in by_set["greedy"]:             # temperature 0: the most likely token, each time
+        ids = rollout.tokenizer(row["prompt"], return_tensors="pt").input_ids
+        want = reference.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1]:]
+        want = want[:-1] if want[-1] == rollout.tokenizer.eos_token_id else want
+        assert row["response"] == rollout.tokenizer.decode(want)
+    assert len({r["response"] for r in by_set["sampled"]}) > 2
+    assert metrics["eval/greedy"] == metrics["eval/greedy-response_len"] <= 5    # its reward is the length
+    assert metrics["eval/sampled"] == 0.5 and metrics["eval/sampled-pass@1"] == 0.5
+    assert metrics["eval/sampled-pass@2"] == pytest.approx(5 / 6) and metrics["eval/sampled-pass@4"] == 1
+    truncated = sum(r["status"] == "truncated" for r in by_set["sampled"]) / 8
+    assert metrics["eval/sampled-truncated_ratio"] == truncated and metrics["eval/sampled-failed"] == 0
+
+
+# ---- An engine dies --------------------------------------------------------------------------------------------------------
+def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, capfd):
+    """The last test: the engines get other weights. What was under way is repeated, on the weights of now and no others."""
+    import ray
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for parameter in model.parameters():     # not the ones an engine starts with
+        parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    current = tmp_path / "current"
+    model.save_pretrained(current)
+
+    def push(ranks):
+        engines.post("/update_weights_from_disk", {"model_path": str(current), "flush_cache": True}, only=ranks)
+        engines.post("/update_weight_version", {"new_version": "5", "abort_all_requests": False}, only=ranks)
+    push(None)
+    # Fewer slots than samples: while one engine is replaced, new requests come all the time.
+    rollout = make(custom_generate_function=long_answers, sglang_server_concurrency=4, rollout_batch_size=8, n_samples_per_prompt=4)
+    push(None)                               # make() set the version back
+    rollout.weight_version, resynced = 5, []
+
+    def resync(ranks):
+        time.sleep(3.0)                      # a big model's push takes its time
+        push(ranks)
+        resynced.append(ranks)
+    rollout.resync = resync
+    done = []
+    rollout.on_progress = lambda kept, total: done.append(kept)
+
+    def kill():
+        time.sleep(1.0)
+        assert not done, "the requests must still be under way"
+        psutil.Process(ray.get(engines.actors[1].pid.remote())).kill()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    result = rollout.generate(0)
+    killer.join()
+
+    assert resynced == [[1]] and engines.restarts == 1 and result.metrics["rollout/engine_restarts"] == 1
+    assert result.metrics["rollout/request_retries"] >= 1
+    assert outcomes(result.metrics) == dict(trained=8, filtered=0, put_back=0, failed=0)
+    assert [s.index for s in result.samples] == list(range(32))
+    for s in result.samples:
+        assert s.response_length == 300 and s.weight_versions == [5] * 300
+        assert_log_probs(model, s)
+    printed = capfd.readouterr().out
+    assert "engine 1 is down; restart 1 of 3" in printed and "engine 1 is back with weight version 5" in printed
+    both = [pathlib.Path(engines.log_dir / f"engine_{rank}.log").read_text().count("Prefill batch") for rank in range(2)]
+    assert min(both) > 0
