@@ -160,7 +160,8 @@ class Trainers:
         for rank in range(cfg.actor_num_gpus):
             # NCCL_CUMEM_ENABLE as SGLang sets it, or the first broadcast to the engines hangs for ever. PASSIVE: on a CPU the
             # threads of a waiting trainer must not spin on the cores that the engine needs.
-            options = dict(num_cpus=0, runtime_env={"env_vars": {"NCCL_CUMEM_ENABLE": "0", "OMP_WAIT_POLICY": "PASSIVE"}})
+            options = dict(num_cpus=0, runtime_env={"env_vars": {"NCCL_CUMEM_ENABLE": "0", "OMP_WAIT_POLICY": "PASSIVE",
+                                                               "PYTHONWARNINGS": "ignore"}})   # Megatron's, about apex
             if placement is not None:
                 group, bundle = placement[rank]
                 options |= dict(num_gpus=0.4 if cfg.colocate else 1, scheduling_strategy=PlacementGroupSchedulingStrategy(

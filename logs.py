@@ -70,7 +70,8 @@ class Logs:
             self.wandb.finish(exit_code=int(error[0] is not None))
 
     def print(self, *text) -> None:
-        self.progress.console.print(*text)
+        plain = all(isinstance(t, str) for t in text)            # a line of text is one line, also in a file or a pipe
+        self.progress.console.print(*text, soft_wrap=plain)
 
     @contextlib.contextmanager
     def phase(self, name: str):

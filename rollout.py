@@ -35,6 +35,8 @@ from configs.base import Config, eval_config
 from engines import EngineError
 from rewards import RewardError, Rewarder
 
+ENGINE_RESERVE = 7                           # tokens: SGLang refuses an input that leaves less room than this in its context
+
 
 @dataclass
 class DynamicFilterOutput:
@@ -98,6 +100,8 @@ class Rollout:
                                              timeout=aiohttp.ClientTimeout(total=self.cfg.request_timeout_s))
         self.slots = asyncio.Semaphore(limit)    # requests in flight
         self.recovering = asyncio.Lock()
+        self.serving = asyncio.Event()       # not while an engine is new: it has the weights of hf_checkpoint until the resync
+        self.serving.set()
         # What hooks get as `args`: every setting, and upstream's way to reach the engines.
         host, port = self.engines.router_url.removeprefix("http://").split(":")
         self.args = types.SimpleNamespace(**vars(self.cfg), sglang_router_ip=host, sglang_router_port=int(port),
@@ -122,8 +126,8 @@ class Rollout:
                     group, result = pending.pop(task), task.result()
                     if result is None:
                         outcomes["failed"] += 1
-                    elif len(kept) == cfg.rollout_batch_size:
-                        outcomes["put_back"] += 1
+                    elif len(kept) == cfg.rollout_batch_size or any(s.status == Status.ABORTED for s in result):
+                        outcomes["put_back"] += 1            # surplus, or aborted by a hook or an engine: asked again
                         self.put_back([group])
                     elif (reason := self.drop_reason(result)) is not None:
                         outcomes["filtered"] += 1
@@ -154,7 +158,7 @@ class Rollout:
         limit = 20 * self.cfg.rollout_batch_size
         if outcomes["asked"] >= limit:
             raise RuntimeError(f"{outcomes['asked']} groups were asked for and still there are not {self.cfg.rollout_batch_size} "
-                               f"to train on: failed {outcomes['failed']}, dropped {dict(drops)}; the task is too hard, too "
+                               f"to train on: failed {outcomes['failed']}, aborted {outcomes['put_back']}, dropped {dict(drops)}; the task is too hard, too "
                                "easy, or broken: change the prompts or the dynamic_sampling_filter")
         for group in self.data.get_samples(count):
             outcomes["asked"] += 1
@@ -230,6 +234,9 @@ class Rollout:
     async def generate_and_score(self, cfg: Config, sample: Sample, evaluation: bool) -> list[Sample]:
         """One sample, or its siblings where a custom generate returns several."""
         params = self.sampling_params(cfg, sample, evaluation)
+        if cfg.mask_offpolicy_in_partial_rollout and sample.response_length:     # older weights' tokens: context, not trained
+            versions = sample.weight_versions or [-1] * sample.response_length
+            sample.loss_mask = [m if v == self.weight_version else 0 for m, v in zip(sample.loss_mask, versions)]
         if sample.status in (Status.COMPLETED, Status.TRUNCATED):
             samples = [sample]               # finished before its group was aborted
         elif cfg.custom_generate_function is not None:
@@ -270,12 +277,11 @@ class Rollout:
 
     async def generate_sample(self, sample: Sample, params: dict) -> Sample:
         """The default generation: token ids in, token ids and log-probs out, appended to the sample."""
-        room = min(params["max_new_tokens"] - sample.response_length, self.context_len - len(sample.tokens))
-        if room <= 0:
+        left = self.context_len - len(sample.tokens)
+        room = min(params["max_new_tokens"] - sample.response_length, left)
+        if room <= 0 or left < ENGINE_RESERVE:
             sample.status = Status.TRUNCATED
             return sample
-        if self.cfg.mask_offpolicy_in_partial_rollout and sample.response_length:
-            sample.loss_mask = [0] * sample.response_length      # written by older weights: context, not trained
         out = await self.request({"input_ids": sample.tokens, "sampling_params": params | {"max_new_tokens": room},
                                   "return_logprob": True}, sample)
         meta = out["meta_info"]
@@ -293,6 +299,7 @@ class Rollout:
         """One /generate through the router; repeated after an engine died under it."""
         async with self.slots:
             for attempt in range(self.cfg.request_retries + 1):
+                await self.serving.wait()
                 try:
                     async with self.session.post(self.engines.router_url + "/generate", json=payload) as answer:
                         if answer.status == 200:
@@ -323,8 +330,12 @@ class Rollout:
             await asyncio.to_thread(self.engines.check_router)
             for rank in await asyncio.to_thread(self.engines.check):
                 print(f"engine {rank} is down; restart {self.engines.restarts + 1} of {self.cfg.max_engine_restarts}", flush=True)
-                await asyncio.to_thread(self.engines.restart, rank)
-                await asyncio.to_thread(self.resync, [rank])
+                self.serving.clear()         # NOTE: the router sends to a new engine before it has the current weights
+                try:
+                    await asyncio.to_thread(self.engines.restart, rank)
+                    await asyncio.to_thread(self.resync, [rank])
+                finally:
+                    self.serving.set()
                 print(f"engine {rank} is back with weight version {self.weight_version}", flush=True)
 
     # ---- Evaluation ------------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def run_workers(function: Callable, world: int, *args, limit_s: float = 120) -> 
     """
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()
-    workers = [context.Process(target=_work, args=(results, function, rank, world, port, *args), daemon=True)
-               for rank in range(world)]
+    # NOTE: not daemons, because those may have no children, and Megatron writes checkpoints in some.
+    workers = [context.Process(target=_work, args=(results, function, rank, world, port, *args)) for rank in range(world)]
     for worker in workers:
         worker.start()
     end, out = time.monotonic() + limit_s, {}

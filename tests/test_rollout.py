@@ -166,7 +166,7 @@ def test_a_filtered_group_is_replaced(make, keep, reason):
     trained = sorted(groups_of(result.samples))
     assert len(trained) == 4 and all(g % 2 == 0 for g in trained)
     got = outcomes(result.metrics)
-    assert got["filtered"] == result.metrics[f"rollout/dynamic_filter/drop_{reason}"] >= 3
+    assert got["filtered"] == result.metrics[f"rollout/dynamic_filter/drop_{reason}"] >= 1
     assert sum(got.values()) == rollout.data.next_group and got["put_back"] == len(rollout.data.buffer)
 
 
@@ -215,9 +215,10 @@ def test_surplus_groups_wait_and_none_is_lost(make):
 
 # ---- Partial rollout -----------------------------------------------------------------------------------------------------
 async def mostly_long(args, sample, params):
-    """Groups 0 and 1 are done at once; of the others the first sample is, and the siblings go on for 300 tokens."""
+    """Groups 0 and 1 are done at once; of 2 and 3 the first sample is, and the siblings go on for longer; later groups are last."""
     short = sample.group_index < 2 or sample.index % args.n_samples_per_prompt == 0
-    return await args.generate(sample, params | {"max_new_tokens": 8 if short else 300, "ignore_eos": True})
+    length = 8 if short else 300 if sample.group_index < 4 else 480
+    return await args.generate(sample, params | {"max_new_tokens": length, "ignore_eos": True})
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -436,13 +437,20 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
         engines.post("/update_weights_from_disk", {"model_path": str(current), "flush_cache": True}, only=ranks)
         engines.post("/update_weight_version", {"new_version": "5", "abort_all_requests": False}, only=ranks)
     push(None)
-    # Fewer slots than samples: while one engine is replaced, new requests come all the time.
-    rollout = make(custom_generate_function=long_answers, sglang_server_concurrency=4, rollout_batch_size=8, n_samples_per_prompt=4)
+    new_engine_is_up = threading.Event()
+
+    async def some_come_late(args, sample, params):
+        """The last two groups are asked for just when a new engine is there that has not got the weights yet."""
+        while sample.group_index >= 6 and not new_engine_is_up.is_set():
+            await asyncio.sleep(0.05)
+        return await long_answers(args, sample, params)
+    rollout = make(custom_generate_function=some_come_late, rollout_batch_size=8, n_samples_per_prompt=4)
     push(None)                               # make() set the version back
     rollout.weight_version, resynced = 5, []
 
     def resync(ranks):
-        time.sleep(3.0)                      # a big model's push takes its time
+        new_engine_is_up.set()
+        time.sleep(2.0)                      # a big model's push takes its time
         push(ranks)
         resynced.append(ranks)
     rollout.resync = resync
