@@ -164,6 +164,10 @@ class MegatronModel:
         self.rows = convert.padded_vocab_size(self.vocab_size, grid.tp_size) // grid.tp_size      # V/tp, with padding
         module = self.build_module(gpt_kwargs)
         self.chunks = [module]               # a list, because Megatron's schedules take one (virtual pipeline stages)
+        # NOTE: with perform_initialization=False Megatron does not mark which weights are shards, and the gradient norm would
+        # count one TP rank's shards only.
+        for name, param in self.named_parameters():
+            param.tensor_model_parallel = convert.find_rule(self.hf_config, name)[0].kind is not convert.REPLICATED
         self.load_hf(hf_folder)
         self.optimizer = self.scheduler = None
         if trainable:

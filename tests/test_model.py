@@ -25,7 +25,7 @@ FAMILIES = {"qwen3": ("Qwen3Config", dict(head_dim=16, tie_word_embeddings=True)
             "qwen2": ("Qwen2Config", dict(tie_word_embeddings=False)),      # biases
             "llama": ("LlamaConfig", dict(head_dim=8, tie_word_embeddings=False))}
 COMMON = dict(rollout_temperature=0.7, eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01,
-              log_probs_chunk_size=7, lr=5e-3, min_lr=1e-3, lr_decay_style="linear", train_timeout_s=60.0,
+              log_probs_chunk_size=7, lr=1e-3, min_lr=2e-4, lr_decay_style="linear", train_timeout_s=60.0,
               adam_eps=1e-5)                 # above the rounding noise: Adam turns noise on tiny gradients into whole steps
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 VARIANTS = {                                 # all must train alike
@@ -88,9 +88,9 @@ def ask_transformers(family: str, folder: str, samples) -> dict:
         logp.append(d.log_prob(torch.tensor(s.tokens[-n:])))
         entropy.append(d.entropy())
 
-    def noise(scale):
-        return [scale * torch.randn(len(x), generator=g) for x in logp]
-    out = {"folder": folder, "logp": [x.detach() for x in logp], "advantages": noise(1.0),
+    def noise(scale, mean=0.0):
+        return [mean + scale * torch.randn(len(x), generator=g) for x in logp]
+    out = {"folder": folder, "logp": [x.detach() for x in logp], "advantages": noise(1.0, -0.5),
            "log_probs": [x.detach() + e for x, e in zip(logp, noise(0.3))],                                 # some get clipped
            "ref_log_probs": [x.detach() + e for x, e in zip(logp, noise(0.3))]}
     data = train_data(samples, out)
@@ -191,8 +191,11 @@ def checkpoints(r, layout, root) -> dict:
         m = r.model(clip_grad=CLIP)
         extra = m.load(root / f"checkpoint_{name}")
         out[f"loaded from {name}"] = [r.step(m, r.batches(m)) for _ in range(2)], extra, torch.get_rng_state().sum()
-    m.save(folder, {"step": 5})              # over the killed one
     out["folders"] = sorted(p.name for p in root.glob(f"checkpoint_{layout}*"))
+    if layout == "one":
+        m.save(folder, {"step": 5})          # over the killed one, and over the good one
+        out["folders again"] = sorted(p.name for p in root.glob(f"checkpoint_{layout}*"))
+        out["extra again"] = m.load(folder)
     return out
 
 
@@ -316,7 +319,7 @@ def test_layouts_train_alike(one, ranks, variant):
     for rank in ranks:                       # the metrics are the same on every rank
         close(rank["variants"][variant], want)
     assert want[0]["grad_norm"] > CLIP and want[2]["loss"] < want[0]["loss"]
-    assert want[0]["lr"] == pytest.approx(5e-3) and want[0]["lr"] > want[1]["lr"] > want[2]["lr"] > 1e-3
+    assert [w["lr"] for w in want] == pytest.approx([1e-3, 0.92e-3, 0.84e-3])   # to 2e-4 within 10 steps
     assert want[0]["tokens"] == sum(map(sum, (s.loss_mask for s in make_samples())))
 
 
@@ -340,7 +343,9 @@ def test_checkpoint_goes_on_under_any_layout(one, ranks, request):
         close(other, one[0]["next"])
         assert extra == {"step": 3, "text": "tp2"}
         assert rng == other_rng == torch.Generator().manual_seed(7).get_state().sum()     # as it was at the save
-    assert ranks[0]["folders"] == [f"checkpoint_{layout}"]                 # no .part is left
+    assert ranks[0]["folders"] == [f"checkpoint_{layout}", f"checkpoint_{layout}.part"]
+    if layout == "one":
+        assert ranks[0]["folders again"] == ["checkpoint_one"] and ranks[0]["extra again"] == {"step": 5}
 
 
 # ---- Accidents -------------------------------------------------------------------------------------------------------
