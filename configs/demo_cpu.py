@@ -1,7 +1,7 @@
 """
 The whole loop on a laptop: a small model that adds two numbers right half of the time learns to do it nearly always.
 
-    python train.py configs/demo_cpu.py          about 6 minutes on 2 cores, no GPU
+    python train.py configs/demo_cpu.py          some minutes on 2 cores, no GPU
 
 First configs/demo_sft.py imitates teachers who often forget the carry. Then GRPO: no more examples, only "right" or "wrong".
 """

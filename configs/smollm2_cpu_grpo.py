@@ -1,7 +1,7 @@
 """
 The same loop on a real chat model: SmolLM2-135M-Instruct learns short sums from reasoning-gym. Slow on a CPU, but all there.
 
-    python train.py configs/smollm2_cpu_grpo.py          3 steps, about 10 minutes on 2 cores
+    python train.py configs/smollm2_cpu_grpo.py          3 steps
 """
 from configs.smollm2 import write_smollm2
 

@@ -443,7 +443,7 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
         """The last two groups are asked for just when a new engine is there that has not got the weights yet."""
         while sample.group_index >= 6 and not new_engine_is_up.is_set():
             await asyncio.sleep(0.05)
-        return await long_answers(args, sample, params)
+        return await args.generate(sample, params | {"max_new_tokens": 480, "ignore_eos": True})
     rollout = make(custom_generate_function=some_come_late, rollout_batch_size=8, n_samples_per_prompt=4)
     push(None)                               # make() set the version back
     rollout.weight_version, resynced = 5, []
@@ -454,24 +454,25 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
         push(ranks)
         resynced.append(ranks)
     rollout.resync = resync
-    done = []
+    done, done_at_kill = [], []
     rollout.on_progress = lambda kept, total: done.append(kept)
 
     def kill():
-        time.sleep(1.0)
-        assert not done, "the requests must still be under way"
+        time.sleep(0.7)
+        done_at_kill.append(len(done))
         psutil.Process(ray.get(engines.actors[1].pid.remote())).kill()
     killer = threading.Thread(target=kill)
     killer.start()
     result = rollout.generate(0)
     killer.join()
 
+    assert done_at_kill == [0], "no group is complete yet"
     assert resynced == [[1]] and engines.restarts == 1 and result.metrics["rollout/engine_restarts"] == 1
     assert result.metrics["rollout/request_retries"] >= 1
     assert outcomes(result.metrics) == dict(trained=8, filtered=0, put_back=0, failed=0)
     assert [s.index for s in result.samples] == list(range(32))
     for s in result.samples:
-        assert s.response_length == 300 and s.weight_versions == [5] * 300
+        assert s.response_length == 480 and s.weight_versions == [5] * 480
         assert_log_probs(model, s)
     printed = capfd.readouterr().out
     assert "engine 1 is down; restart 1 of 3" in printed and "engine 1 is back with weight version 5" in printed
