@@ -299,7 +299,7 @@ class Rollout:
         """One /generate through the router; repeated after an engine died under it."""
         async with self.slots:
             for attempt in range(self.cfg.request_retries + 1):
-                pass
+                await self.serving.wait()
                 try:
                     async with self.session.post(self.engines.router_url + "/generate", json=payload) as answer:
                         if answer.status == 200:

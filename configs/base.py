@@ -215,8 +215,9 @@ def apply_override(values: dict[str, Any], arg: str) -> None:
         raise ValueError(unknown(key))
     value = parse_value(text) if has_value else True
     if inner:
+        need(isinstance(values.get(key, {}), dict), f"{arg}: {key} is not a dict of settings; write --{key}={text}")
         value = {**values.get(key, {}), inner: value}
-    elif typing.get_type_hints(Config)[key] in (str, str | None) and value is not None:
+    elif has_value and typing.get_type_hints(Config)[key] in (str, str | None) and value is not None:
         value = text                         # a string field takes the text as it is: --run_name=7
     values[key] = value
 
@@ -237,12 +238,12 @@ def unknown(key: str) -> str:
     return f"unknown setting {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see configs/base.py for the list")
 
 
-def check_types(values: dict[str, Any]) -> None:
+def check_types(values: dict[str, Any], where: str = "") -> None:
     hints = typing.get_type_hints(Config)
     for key, value in values.items():
-        if not fits(value, hints[key]):
-            wanted = str(FIELDS[key].type).replace("typing.", "")
-            raise ValueError(f"{key}={value!r} is {type(value).__name__}, but {key} is {wanted}; change it in the run file")
+        hint = hints[key]
+        wanted = hint.__name__ if type(hint) is type else str(hint).replace("typing.", "").replace("collections.abc.", "")
+        need(fits(value, hint), f"{where}{key}={value!r} is {type(value).__name__}, but {key} is {wanted}; change it in the run file")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -303,7 +304,9 @@ def import_function(key: str, name: str) -> Callable:
     """'package.module.function' or 'package.module:function' -> the function."""
     module, _, function = name.replace(":", ".").rpartition(".")
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
+        need(callable(found), f"it is a {type(found).__name__}, not a function")
+        return found
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{key}={name!r} cannot be imported ({error}); write 'package.module.function'") from error
 
@@ -316,7 +319,7 @@ def validate(cfg: Config) -> None:
     need(cfg.num_rollout is not None or cfg.num_epoch is not None,
          "neither num_rollout nor num_epoch is set, so the run would have no end; set num_rollout")
     for key in ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "global_batch_size", "actor_num_gpus",
-                "rollout_num_gpus", "rollout_num_gpus_per_engine", "tensor_model_parallel_size", "max_tokens_per_gpu",
+                "rollout_num_gpus_per_engine", "rollout_num_gpus", "tensor_model_parallel_size", "max_tokens_per_gpu",
                 "pipeline_model_parallel_size", "log_probs_chunk_size", "rollout_max_response_len", "reward_workers",
                 "sglang_server_concurrency", "update_weight_buffer_size", "n_samples_per_eval_prompt", "keep_checkpoints"):
         need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; set it to 1 or more")
@@ -405,12 +408,15 @@ def validate_eval(cfg: Config) -> None:
     need(cfg.eval_interval is None or cfg.eval_prompt_data, "eval_interval is set but there is nothing to evaluate on; "
          "set eval_prompt_data = dict(name='file.jsonl')")
     allowed = eval_fields()
-    for name, data in cfg.eval_prompt_data.items():
-        for key in data if isinstance(data, dict) and "reasoning_gym" not in data else ():
-            if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, 1, 0.4)
-                raise ValueError(f"eval_prompt_data[{name!r}]: unknown setting {key!r}; "
-                                 + (f"did you mean {near[0]!r}?" if near else f"use one of {sorted(allowed)}"))
+    for name in cfg.eval_prompt_data:
+        where, own = f"eval_prompt_data[{name!r}]", eval_settings(cfg, name)
+        for key in own.keys() - allowed:
+            near = difflib.get_close_matches(key, allowed, 1, 0.4)
+            raise ValueError(f"{where}: unknown setting {key!r}; "
+                             + (f"did you mean {near[0]!r}?" if near else f"use one of {sorted(allowed)}"))
+        need(own.get("prompt_data"), f"{where} has no prompt_data of its own; add prompt_data='file.jsonl'")
+        check_types(own, f"{where}: ")
+        eval_config(cfg, name)               # imports its hooks
 
 
 def eval_fields() -> set[str]:
@@ -422,9 +428,12 @@ def eval_fields() -> set[str]:
 
 def eval_config(cfg: Config, name: str) -> Config:
     """The Config under which one held-out set is evaluated: its own settings over the run's."""
+    return resolve(dataclasses.replace(cfg, rollout_shuffle=False, **eval_settings(cfg, name)))
+
+
+def eval_settings(cfg: Config, name: str) -> dict[str, Any]:
     data = cfg.eval_prompt_data[name]
-    own = data if isinstance(data, dict) and "reasoning_gym" not in data else {"prompt_data": data}
-    return resolve(dataclasses.replace(cfg, rollout_shuffle=False, **own))
+    return data if isinstance(data, dict) and "reasoning_gym" not in data else {"prompt_data": data}
 
 
 def validate_passthrough(cfg: Config) -> None:
@@ -466,7 +475,7 @@ def to_dict(cfg: Config) -> dict[str, Any]:
     """JSON-able; a function becomes 'module.name'."""
     def plain(value):
         if callable(value):
-            return f"{value.__module__}.{value.__qualname__}"
+            return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
         return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -187,7 +187,7 @@ def checkpoints(r, layout, root) -> dict:
         (root / f"{folder.name}.part" / "common.pt").write_text("half of it")
     torch.distributed.barrier()
     out["next"] = [r.step(m, r.batches(m)) for _ in range(2)]
-    for name in {layout, "tp2"}:             # our own, and the one that was written under TP 2
+    for name in dict.fromkeys((layout, "tp2")):   # our own, and the one that was written under TP 2
         m = r.model(clip_grad=CLIP)
         extra = m.load(root / f"checkpoint_{name}")
         out[f"loaded from {name}"] = [r.step(m, r.batches(m)) for _ in range(2)], extra, torch.get_rng_state().sum()
@@ -287,7 +287,6 @@ def test_loss_and_gradients_equal_transformers(job, ranks, family):
         for name, value in reference["metrics"].items():
             assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert abs(reference["metrics"]["loss"]) > 0.01 and 0 < reference["metrics"]["pg_clipfrac"] < 1
-    assert reference["metrics"]["grad_norm"] > CLIP
 
     hf_config = convert.load_hf_config(reference["folder"])
     got = {}
@@ -337,7 +336,7 @@ def test_checkpoint_goes_on_under_any_layout(one, ranks, request):
         close(rank["next"], one[0]["next"])
         assert rank["next"][0]["lr"] < rank["variants"]["distributed optimizer"][-1]["lr"]
         own, extra, rng = rank[f"loaded from {layout}"]
-        close(own, rank["next"], rel=1e-7)   # the same layout: to the last bits
+        assert own == rank["next"]           # the same layout: to the last bit
         assert extra == {"step": 3, "text": layout}
         other, extra, other_rng = rank["loaded from tp2"]
         close(other, one[0]["next"])
