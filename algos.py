@@ -235,7 +235,8 @@ def _finish(per_token: Tensor, x: LossInput, metrics: dict[str, Tensor]) -> tupl
     sums = {name: total(values).detach() for name, values in metrics.items()}
     sums |= {"loss": loss.detach(), "weight": x.weight.sum(), "tokens": (x.weight != 0).sum().float()}
     # Highest log-prob seen: the invariant "a log-prob is never positive" is checked on it. Reduced by max, not by sum.
-    sums["max_logp"] = torch.where(x.weight != 0, x.logp, -torch.inf).max().detach() if len(x.logp) else x.weight.sum() - torch.inf
+    floor = x.logp.new_full((1,), -torch.inf)              # the maximum of nothing
+    sums["max_logp"] = torch.cat([floor, torch.where(x.weight != 0, x.logp, -torch.inf)]).max().detach()
     return loss, sums
 
 

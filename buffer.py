@@ -59,11 +59,13 @@ class Sample:
     remove_sample: bool = False              # hooks: keep it for the group's statistics, train none of its tokens
     rollout_id: int | None = None            # custom generate: siblings of one rollout share one weight in the loss
 
-    def append(self, tokens: list[int], log_probs: list[float] | None = None, trainable: bool = True, version: int = -1) -> None:
+    def append(self, tokens: list[int], log_probs: list[float] | None = None, trainable: bool = True,
+               version: int = -1) -> None:
         """Add response tokens. Tool output and edits come with trainable=False and need no log-probs."""
         if trainable and (log_probs is None or len(log_probs) != len(tokens)):
-            raise ValueError(f"sample {self.index}: {len(tokens)} trainable tokens came with "
-                             f"{'no' if log_probs is None else len(log_probs)} log-probs; give one for each, or trainable=False")
+            have = "no" if log_probs is None else len(log_probs)
+            raise ValueError(f"sample {self.index}: {len(tokens)} trainable tokens came with {have} log-probs; "
+                             "give one for each, or trainable=False")
         n = len(tokens)
         self.tokens = self.tokens + list(tokens)
         self.response_length += n
@@ -110,7 +112,7 @@ def read_rows(cfg, source) -> tuple[list[dict], Counter]:
     match = re.fullmatch(r"(.+)@\[(-?\d*):(-?\d*)\]", source)
     path, lo, hi = (match[1], match[2], match[3]) if match else (source, "", "")
     if not pathlib.Path(path).is_file():
-        raise ValueError(f"data file {path} not found; give a .jsonl or .parquet file, a dict(reasoning_gym=...) or a function")
+        raise ValueError(f"data file {path} not found; give a .jsonl or .parquet file, dict(reasoning_gym=...) or a function")
     if path.endswith(".parquet"):
         import pyarrow.parquet
         rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -447,7 +449,8 @@ def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu") -
     if pad:                                  # padding attends only to itself
         tokens = tokens + [torch.zeros(pad, dtype=torch.int64)]
     # A response token at position j of the packed row is predicted by the hidden state at j - 1.
-    target_index = torch.cat([torch.arange(int(e) - n, int(e)) for e, n in zip(ends, lengths)] or [torch.zeros(0, dtype=torch.int64)])
+    spans = [torch.arange(int(e) - n, int(e)) for e, n in zip(ends, lengths)]
+    target_index = torch.cat(spans or [torch.zeros(0, dtype=torch.int64)])                        # [R]
     row = torch.cat(tokens)                                                                       # [T]
     weights = [data["loss_masks"][i] * data["loss_weights"][i] for i in samples]
     per_token = {name: torch.cat([data[key][i] for i in samples] or [torch.zeros(0)]).to(device)

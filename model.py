@@ -90,7 +90,8 @@ def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_p
     tensor_parallel.model_parallel_cuda_manual_seed(cfg.seed)
     ps = parallel_state
     return Grid(rank, world_size,
-                ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_group(),
+                ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size(),
+                ps.get_tensor_model_parallel_group(),
                 ps.get_pipeline_model_parallel_rank(), ps.get_pipeline_model_parallel_world_size(),
                 ps.get_pipeline_model_parallel_group(),
                 ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), ps.get_data_parallel_group())
@@ -146,7 +147,8 @@ class PolicyModel(GPTModel):
 
     def output_weight(self) -> Tensor:
         """This rank's rows of the output matrix. [V/tp, H]"""
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 # ---- The model -------------------------------------------------------------------------------------------------------
@@ -205,7 +207,8 @@ class MegatronModel:
     def wrap(self, module: PolicyModel, total_steps: int) -> None:
         """Gradient buffers, optimizer and learning-rate schedule around the loaded weights."""
         cfg = self.cfg
-        ddp = dict(use_distributed_optimizer=cfg.use_distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        ddp = dict(use_distributed_optimizer=cfg.use_distributed_optimizer, grad_reduce_in_fp32=True,
+                   overlap_grad_reduce=False)
         self.chunks = [DistributedDataParallel(
             self.config, DistributedDataParallelConfig(**ddp | pick(DistributedDataParallelConfig, cfg.megatron)), module)]
         opt = dict(optimizer="adam", lr=cfg.lr, min_lr=cfg.min_lr, weight_decay=cfg.weight_decay, adam_beta1=cfg.adam_beta1,
@@ -271,7 +274,7 @@ class MegatronModel:
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)                 # [T, 1, H]
         return algos.log_probs_and_entropy(
-            hidden[:, 0].index_select(0, batch.logit_index), module.output_weight(), batch.targets,   # [R, H]: prompts cost nothing
+            hidden[:, 0].index_select(0, batch.logit_index), module.output_weight(), batch.targets,   # [R, H]: no prompts
             temperature=self.cfg.rollout_temperature if self.cfg.loss_type != "sft" else 1.0, vocab_size=self.vocab_size,
             chunk=self.cfg.log_probs_chunk_size, vocab_start=self.rows * self.grid.tp_rank, group=self.grid.tp_group)
 
@@ -333,7 +336,8 @@ class MegatronModel:
             packed = dict(zip(names, sums.tolist()))
         if self.grid.pp_size > 1:
             box = [packed]
-            dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=self.grid.pp_group)
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(box, src=last, group=self.grid.pp_group)
             packed = box[0]
         return packed
 
@@ -402,7 +406,8 @@ def torch_adam_state(optimizer):
     for adam in parts:
         for param in [p for group in adam.param_groups for p in group["params"]]:
             if not adam.state[param]:
-                adam.state[param] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                adam.state[param] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param),
+                                     "exp_avg_sq": torch.zeros_like(param)}
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states(self, param, tensors):

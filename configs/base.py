@@ -243,7 +243,8 @@ def check_types(values: dict[str, Any], where: str = "") -> None:
     for key, value in values.items():
         hint = hints[key]
         wanted = hint.__name__ if type(hint) is type else str(hint).replace("typing.", "").replace("collections.abc.", "")
-        need(fits(value, hint), f"{where}{key}={value!r} is {type(value).__name__}, but {key} is {wanted}; change it in the run file")
+        need(fits(value, hint), f"{where}{key}={value!r} is {type(value).__name__}, but {key} is {wanted}; "
+             "change it in the run file")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -343,7 +344,8 @@ def need(condition: Any, message: str) -> None:
 def validate_layout(cfg: Config) -> None:
     tp, pp, world = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.actor_num_gpus
     need(world % (tp * pp) == 0,
-         f"actor_num_gpus {world} is not a multiple of tp {tp} * pp {pp}; set actor_num_gpus={tp * pp * max(world // (tp * pp), 1)}")
+         f"actor_num_gpus {world} is not a multiple of tp {tp} * pp {pp}; "
+         f"set actor_num_gpus={tp * pp * max(world // (tp * pp), 1)}")
     need(not cfg.sequence_parallel or tp > 1, "sequence_parallel needs tensor parallelism; set tensor_model_parallel_size=2")
     engines, per_engine = cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine
     need(engines % per_engine == 0, f"rollout_num_gpus {engines} is not a multiple of rollout_num_gpus_per_engine "
@@ -391,12 +393,13 @@ def validate_algorithm(cfg: Config) -> None:
     need(not cfg.kl_loss_coef or cfg.use_kl_loss, "kl_loss_coef has no effect without use_kl_loss; set use_kl_loss=True")
     need(not cfg.use_kl_loss or cfg.kl_loss_coef, "use_kl_loss with kl_loss_coef=0 would load and run a reference for "
          "nothing; set kl_loss_coef=0.001 or use_kl_loss=False")
-    need(not cfg.ref_load or cfg.use_kl_loss or cfg.kl_coef, "ref_load is set but nothing reads the reference; set use_kl_loss=True")
+    need(not cfg.ref_load or cfg.use_kl_loss or cfg.kl_coef,
+         "ref_load is set but nothing reads the reference; set use_kl_loss=True")
     need(0 < cfg.eps_clip < 1, f"eps_clip={cfg.eps_clip} must be in (0, 1); set eps_clip=0.2")
     need(cfg.eps_clip_c is None or cfg.eps_clip_c > 1, f"eps_clip_c={cfg.eps_clip_c}: dual clip needs a bound above 1; "
          "set eps_clip_c=3.0 or leave it unset")
-    need(not (cfg.calculate_per_token_loss and cfg.fixed_loss_length), "calculate_per_token_loss and fixed_loss_length are two "
-         "different denominators; set one of them")
+    need(not (cfg.calculate_per_token_loss and cfg.fixed_loss_length),
+         "calculate_per_token_loss and fixed_loss_length are two different denominators; set one of them")
 
 
 def has_row_rewards(cfg: Config) -> bool:
@@ -449,7 +452,8 @@ def validate_passthrough(cfg: Config) -> None:
     if cfg.sglang:
         from sglang.srt.server_args import ServerArgs
         check_passthrough("sglang", cfg.sglang, (ServerArgs,), {
-            "model_path", "host", "port", "tp_size", "dtype", "random_seed", "device", "base_gpu_id", "dist_init_addr", "nnodes"})
+            "model_path", "host", "port", "tp_size", "dtype", "random_seed", "device", "base_gpu_id", "dist_init_addr",
+            "nnodes"})
 
 
 def check_passthrough(name: str, given: dict, classes: tuple, ours: set[str], extra: set[str] = frozenset()) -> None:
