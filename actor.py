@@ -182,7 +182,8 @@ class Trainers:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not done:
                 raise TimeoutError(f"trainers: {method}() was not done on {len(pending)} of {len(self.actors)} ranks in "
-                                   f"{limit_s:.0f} s; raise train_timeout_s if the work is that long, else look in the Ray logs")
+                                   f"{limit_s:.0f} s; set train_timeout_s (start: start_timeout_s) higher if the work is that "
+                                   "long, else look in the Ray logs")
             ray.get(done)                    # raises what the rank raised
         return ray.get(first)
 
@@ -206,7 +207,8 @@ class Trainers:
         answer = self.call("push", version, urls, check)
         if check:
             import weights_sync
-            weights_sync.compare_checksums(answer["expected"], engines.post("/weights_checker", {"action": "checksum"}, only=only))
+            have = engines.post("/weights_checker", {"action": "checksum"}, only=only)
+            weights_sync.compare_checksums(answer["expected"], have)
         engines.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, only=only)
         if only is None:
             engines.resume()

@@ -212,7 +212,9 @@ def server_args(cfg, rank: int, model_path: str, base_gpu_id: int) -> dict[str, 
         args["context_length"] = cfg.rollout_max_context_len
     if cfg.device == "cpu":
         args |= dict(attention_backend="torch_native", sampling_backend="pytorch", disable_cuda_graph=True,
-                     skip_server_warmup=True, mem_fraction_static=0.8, max_total_tokens=32768,   # tokens of KV cache
+                     skip_server_warmup=True,
+                     sleep_on_idle=True,         # else an idle scheduler spins, and takes a core from the trainers
+                     mem_fraction_static=0.8, max_total_tokens=32768,   # tokens of KV cache
                      # A prompt cut in two, for lack of room in a batch, would differ in the last bit from a whole one.
                      chunked_prefill_size=-1)
     else:

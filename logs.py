@@ -31,7 +31,8 @@ class Logs:
         self.times: dict[str, float] = {}    # phase -> seconds in this step
         self.step_begin = time.perf_counter()
         self.progress = Progress(
-            TextColumn("[bold]{task.fields[phase]:<10}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"),
+            TextColumn("[bold]{task.fields[phase]:<10}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self.console,
             disable=not self.console.is_terminal)
         self.task = self.progress.add_task("", total=num_rollout, completed=first_step, phase="start", numbers="")
@@ -44,7 +45,8 @@ class Logs:
             try:
                 import wandb
             except ImportError:
-                raise ValueError("use_wandb=True but wandb is not installed; pip install wandb, or set use_wandb=False") from None
+                raise ValueError("use_wandb=True but wandb is not installed; pip install wandb, "
+                                 "or set use_wandb=False") from None
             self.wandb = wandb.init(project=cfg.wandb_project, name=run_dir.name, dir=str(run_dir))
 
     def keep_until(self, first_step: int) -> None:
@@ -56,7 +58,8 @@ class Logs:
         kept = [line for line in lines if json.loads(line)["step"] < first_step]
         path.write_text("".join(line + "\n" for line in kept))
         if len(kept) < len(lines):
-            self.print(f"resume at step {first_step}: {len(lines) - len(kept)} logged steps after the checkpoint are done again")
+            self.print(f"resume at step {first_step}: {len(lines) - len(kept)} logged steps after the checkpoint "
+                       "are done again")
 
     def __enter__(self):
         self.progress.start()
@@ -136,7 +139,8 @@ class Logs:
             for column in ("prompt", "right answer", "before", "after"):
                 table.add_column(column, overflow="fold", max_width=50)
             for before, after in self.first_and_last(name)[:5]:
-                table.add_row(*(short_text(x) for x in (before["prompt"], before["label"], before["response"], after["response"])))
+                row = before["prompt"], before["label"], before["response"], after["response"]
+                table.add_row(*map(short_text, row))
             self.print(table)
         self.print(f"run folder: {self.run_dir}  (tensorboard --logdir {self.run_dir})")
 

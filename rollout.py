@@ -157,9 +157,10 @@ class Rollout:
         """Start `count` more groups."""
         limit = 20 * self.cfg.rollout_batch_size
         if outcomes["asked"] >= limit:
-            raise RuntimeError(f"{outcomes['asked']} groups were asked for and still there are not {self.cfg.rollout_batch_size} "
-                               f"to train on: failed {outcomes['failed']}, aborted {outcomes['put_back']}, dropped {dict(drops)}; the task is too hard, too "
-                               "easy, or broken: change the prompts or the dynamic_sampling_filter")
+            raise RuntimeError(f"{outcomes['asked']} groups were asked for and still there are not "
+                               f"{self.cfg.rollout_batch_size} to train on: failed {outcomes['failed']}, aborted "
+                               f"{outcomes['put_back']}, dropped {dict(drops)}; the task is too hard, too easy, or broken: "
+                               "change the prompts or the dynamic_sampling_filter")
         for group in self.data.get_samples(count):
             outcomes["asked"] += 1
             pending[asyncio.create_task(self.generate_group(self.cfg, group))] = group
@@ -313,7 +314,8 @@ class Rollout:
                 self.retries += 1
                 await self.recover()
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
-        raise EngineError(f"sample {sample.index}: no answer from {self.engines.router_url} in {self.cfg.request_retries + 1} tries, "
+        raise EngineError(f"sample {sample.index}: no answer from {self.engines.router_url} in "
+                          f"{self.cfg.request_retries + 1} tries, "
                           f"last {problem}; the engines' logs are in {self.run_dir}/logs, set request_retries or "
                           "request_timeout_s higher if they only were slow")
 
@@ -329,7 +331,8 @@ class Rollout:
         async with self.recovering:
             await asyncio.to_thread(self.engines.check_router)
             for rank in await asyncio.to_thread(self.engines.check):
-                print(f"engine {rank} is down; restart {self.engines.restarts + 1} of {self.cfg.max_engine_restarts}", flush=True)
+                print(f"engine {rank} is down; restart {self.engines.restarts + 1} of {self.cfg.max_engine_restarts}",
+                      flush=True)
                 self.serving.clear()         # NOTE: the router sends to a new engine before it has the current weights
                 try:
                     await asyncio.to_thread(self.engines.restart, rank)
@@ -348,7 +351,8 @@ class Rollout:
                 group = []
                 for j in range(cfg.n_samples_per_eval_prompt):
                     index = i * cfg.n_samples_per_eval_prompt + j
-                    group.append(Sample(**vars(prompt) | {"metadata": dict(prompt.metadata), "group_index": i, "index": index}))
+                    own = {"metadata": dict(prompt.metadata), "group_index": i, "index": index}
+                    group.append(Sample(**vars(prompt) | own))
                 groups.append(group)
             monitor = asyncio.create_task(self.watch_engines())
             try:
@@ -393,10 +397,10 @@ class Rollout:
         """samples.jsonl: what a person wants to look at, one line a sample."""
         with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as f:
             for s in samples:
-                f.write(json.dumps({
-                    "step": step, "set": kind, "group_index": s.group_index, "index": s.index, "prompt": s.prompt,
-                    "response": s.response, "label": s.label, "reward": s.reward, "status": s.status.value,
-                    "response_length": s.response_length, "weight_versions": sorted(set(s.weight_versions))}, default=str) + "\n")
+                row = {"step": step, "set": kind, "group_index": s.group_index, "index": s.index, "prompt": s.prompt,
+                       "response": s.response, "label": s.label, "reward": s.reward, "status": s.status.value,
+                       "response_length": s.response_length, "weight_versions": sorted(set(s.weight_versions))}
+                f.write(json.dumps(row, default=str) + "\n")
 
 
 class FileRollout:
@@ -420,8 +424,8 @@ def mean(values) -> float:
 
 
 def pass_at_k(rewards: list[list[float]]) -> dict[int, float]:
-    """Probability that at least one of k samples is right (reward > 0.5), k = 1, 2, 4, ...: 1 - C(n - c, k) / C(n, k), averaged
-    over prompts (Codex 2107.03374, eq. 1: unbiased, unlike 1 - (1 - p)^k)."""
+    """Probability that at least one of k samples is right (reward > 0.5), k = 1, 2, 4, ...: 1 - C(n - c, k) / C(n, k),
+    averaged over prompts (Codex 2107.03374, eq. 1: unbiased, unlike 1 - (1 - p)^k)."""
     from math import comb
     n = min(len(group) for group in rewards)
     out, k = {}, 1

@@ -147,7 +147,8 @@ def start_ray(cfg: base.Config, stack: contextlib.ExitStack) -> tuple[list, list
     if not ray.is_initialized():
         os.environ.setdefault("RAY_worker_niceness", "0")        # Ray's 15 would let anything else on a laptop starve us
         # Workers import our files, so the repository is on their path. More "CPUs" than there are: most actors only wait.
-        env = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}}
+        path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        env = {"env_vars": {"PYTHONPATH": path}}
         local = {} if cfg.ray_address else dict(num_cpus=32, include_dashboard=False)
         ray.init(address=cfg.ray_address, runtime_env=env, log_to_driver=True, logging_level="warning", **local)
         stack.callback(ray.shutdown)
@@ -156,8 +157,8 @@ def start_ray(cfg: base.Config, stack: contextlib.ExitStack) -> tuple[list, list
     gpus = cfg.actor_num_gpus if cfg.colocate else cfg.actor_num_gpus + cfg.rollout_num_gpus
     have = int(ray.cluster_resources().get("GPU", 0))
     if have < gpus:
-        raise ValueError(f"the run needs {gpus} GPUs, the Ray cluster has {have}; set actor_num_gpus and rollout_num_gpus lower, "
-                         "set colocate=True, or add nodes (ray start --address=...)")
+        raise ValueError(f"the run needs {gpus} GPUs, the Ray cluster has {have}; set actor_num_gpus and rollout_num_gpus "
+                         "lower, set colocate=True, or add nodes (ray start --address=...)")
     group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="PACK")
     stack.callback(ray.util.remove_placement_group, group)
     ray.get(group.ready(), timeout=cfg.start_timeout_s)
@@ -256,20 +257,22 @@ def check_invariants(cfg: base.Config, step: int, steps: list[dict], metrics: di
     if cfg.loss_type == "policy":
         tight = 1e-6 if cfg.dtype == "float32" else 1e-3
         if abs(steps[0]["ppo_kl"]) > tight:
-            breaches.append(f"ppo_kl of the first optimizer step is {steps[0]['ppo_kl']:.3g} instead of 0: old and current log-probs "
-                            "come from the same weights, so the two passes differ. Dropout? A weight swap that did not come back?")
+            breaches.append(f"ppo_kl of the first optimizer step is {steps[0]['ppo_kl']:.3g} instead of 0: old and current "
+                            "log-probs come from the same weights, so the two passes differ. Dropout? A weight swap that "
+                            "did not come back?")
         if step == 0 and cfg.use_kl_loss and not cfg.ref_load and abs(steps[0]["kl_loss"]) > tight:
-            breaches.append(f"kl_loss is {steps[0]['kl_loss']:.3g} at step 0 although the reference is the initial policy: the "
-                            "reference's weights are others. Was the run resumed from a checkpoint without --resume?")
+            breaches.append(f"kl_loss is {steps[0]['kl_loss']:.3g} at step 0 although the reference is the initial policy: "
+                            "the reference's weights are others. Was the run resumed from a checkpoint without --resume?")
         diff, stale = metrics["train/train_rollout_logprob_abs_diff"], metrics["rollout/stale_tokens"]
         if diff > cfg.max_logprob_diff and not stale and cfg.rollout_top_p == 1 and cfg.rollout_top_k == -1:
-            breaches.append(f"mean |logp - rollout_logp| is {diff:.3g}, above max_logprob_diff {cfg.max_logprob_diff:.3g}: trainer and "
-                            "engine do not agree about the same tokens. Usual causes, in order: a weight sync that did not arrive "
-                            "(set check_weight_update_interval=1), a chat template or token added by a hook after sampling, "
-                            "another dtype or quantisation in the engine, a temperature that one side does not know")
+            breaches.append(f"mean |logp - rollout_logp| is {diff:.3g}, above max_logprob_diff {cfg.max_logprob_diff:.3g}: "
+                            "trainer and engine do not agree about the same tokens. Usual causes, in order: a weight sync "
+                            "that did not arrive (set check_weight_update_interval=1), a chat template or token added by a "
+                            "hook after sampling, another dtype or quantisation in the engine, a temperature that one side "
+                            "does not know")
     if max(s["max_logp"] for s in steps) > 1e-5:
-        breaches.append(f"a log-prob is {max(s['max_logp'] for s in steps):.3g} > 0, which no probability has: look for padded "
-                        "vocabulary rows or a softmax that was not reduced over all tensor-parallel ranks")
+        breaches.append(f"a log-prob is {max(s['max_logp'] for s in steps):.3g} > 0, which no probability has: look for "
+                        "padded vocabulary rows or a softmax that was not reduced over all tensor-parallel ranks")
     for breach in breaches:
         if cfg.on_invariant == "raise":
             raise RuntimeError(f"step {step}: {breach}. To go on all the same: --on_invariant=warn")
@@ -294,18 +297,18 @@ def describe(cfg: base.Config) -> str:
     tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
     dp = cfg.actor_num_gpus // (tp * pp)
     unit = "GPU" if cfg.device == "cuda" else "CPU process"
-    first_engine = 0 if cfg.colocate else cfg.actor_num_gpus
-    lines.append(f"placement: {cfg.actor_num_gpus} trainer rank(s) = tp {tp} x dp {dp} x pp {pp}"
-                 + ("" if cfg.loss_type == "sft" else f", {cfg.rollout_num_gpus // cfg.rollout_num_gpus_per_engine} engine(s) of tp "
-                    f"{cfg.rollout_num_gpus_per_engine}, {'sharing them' if cfg.colocate else 'apart'}"))
+    width = cfg.rollout_num_gpus_per_engine
+    engines = 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus // width
+    where = f", {engines} engine(s) of tp {width}, {'sharing them' if cfg.colocate else 'apart'}" if engines else ""
+    lines.append(f"placement: {cfg.actor_num_gpus} trainer rank(s) = tp {tp} x dp {dp} x pp {pp}{where}")
     for rank in range(cfg.actor_num_gpus):
         lines.append(f"  {unit} {rank}: trainer rank {rank} (tp {rank % tp}, dp {rank // tp % dp}, pp {rank // (tp * dp)})")
-    for engine in range(0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus // cfg.rollout_num_gpus_per_engine):
-        at = first_engine + engine * cfg.rollout_num_gpus_per_engine
-        lines.append(f"  {unit} {at}" + (f"-{at + cfg.rollout_num_gpus_per_engine - 1}" if cfg.rollout_num_gpus_per_engine > 1 else "")
-                     + f": engine {engine}")
-    lines.append(f"each step: {cfg.rollout_batch_size} prompts x {base.samples_per_group(cfg)} samples = {cfg.num_steps_per_rollout} optimizer "
-                 f"step(s) of {cfg.global_batch_size} samples; weights travel by {cfg.update_weight_transport}")
+    for engine in range(engines):
+        at = engine * width + (0 if cfg.colocate else cfg.actor_num_gpus)
+        lines.append(f"  {unit} {at}{f'-{at + width - 1}' if width > 1 else ''}: engine {engine}")
+    lines.append(f"each step: {cfg.rollout_batch_size} prompts x {base.samples_per_group(cfg)} samples = "
+                 f"{cfg.num_steps_per_rollout} optimizer step(s) of {cfg.global_batch_size} samples; "
+                 f"weights travel by {cfg.update_weight_transport}")
     return "\n".join(lines)
 
 
@@ -317,7 +320,8 @@ def find_run_dir(cfg: base.Config, run_file: str) -> pathlib.Path:
         runs = sorted(root.glob(f"{cfg.run_name or stem + '-*'}"), key=lambda p: p.stat().st_mtime)
         runs = [run for run in runs if latest_checkpoint(run)]
         if not runs:
-            raise ValueError(f"--resume: no run of {run_file} with a checkpoint in {root}; name its folder: --resume=outputs/...")
+            raise ValueError(f"--resume: no run of {run_file} with a checkpoint in {root}; "
+                             "name its folder: --resume=outputs/...")
         folder = runs[-1]
     else:
         folder = root / (cfg.run_name or f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")

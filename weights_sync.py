@@ -10,7 +10,7 @@ process group, by disk.
 The driver (actor.Trainers.push_weights) wraps this in: pause -> flush -> buckets -> verify -> version -> continue.
 
 Test:  pytest tests/test_weights_sync.py
-Knows nothing about: samples, losses, which weights these are. Ranks of data-parallel replica 0 do the work; replicas are equal.
+Knows nothing about: samples, losses, which weights these are. Data-parallel replica 0 does the work; replicas are equal.
 """
 import base64
 import datetime
@@ -193,8 +193,8 @@ class WeightSync:
         world = 1 + per_engine * len(urls)
         host, port = socket.gethostbyname(socket.gethostname()), free_port()
         backend = "nccl" if self.cfg.device == "cuda" else "gloo"
-        joined = self.pool.submit(init_custom_process_group, backend=backend, init_method=f"tcp://{host}:{port}", world_size=world,
-                                  rank=0, group_name=GROUP, timeout=datetime.timedelta(seconds=limit_s))
+        joined = self.pool.submit(init_custom_process_group, backend=backend, init_method=f"tcp://{host}:{port}",
+                                  world_size=world, rank=0, group_name=GROUP, timeout=datetime.timedelta(seconds=limit_s))
         # An engine's refusal comes first, and says more than our own wait for it.
         self.post(urls, "/init_weights_update_group", [
             {"master_address": host, "master_port": port, "rank_offset": 1 + i * per_engine, "world_size": world,

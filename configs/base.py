@@ -385,8 +385,13 @@ def validate_algorithm(cfg: Config) -> None:
         return
     need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg),
          "no reward is set; set rm_type to a grader of rewards.py or custom_rm to a function (args, sample) -> float")
-    group_method = cfg.rewards_normalization
-    need(not group_method or cfg.n_samples_per_prompt > 1, f"advantage_estimator={cfg.advantage_estimator!r} compares the "
+    need(cfg.rm_type != "remote_rm" or cfg.rm_url,
+         "rm_type='remote_rm' asks a server for the reward; set rm_url='http://...'")
+    need(not cfg.group_rm or cfg.custom_rm, "group_rm hands whole groups to custom_rm; set custom_rm to a function "
+         "(args, samples) -> list of rewards")
+    need(cfg.rm_type not in ("dapo", "boxed_dapo") or cfg.custom_rm or cfg.reward_key,
+         f"rm_type={cfg.rm_type!r} gives a dict (score, acc, pred); set reward_key='score' to train on its +1 or -1")
+    need(not cfg.rewards_normalization or cfg.n_samples_per_prompt > 1, f"advantage_estimator={cfg.advantage_estimator!r} compares the "
          "samples of one prompt, and a group of 1 always has advantage 0; set n_samples_per_prompt=2 or more")
     need(not (cfg.kl_coef and cfg.kl_loss_coef), "only one of kl_coef (KL in the reward) and kl_loss_coef (KL in the loss) "
          "can be set; set kl_coef=0")
@@ -403,7 +408,8 @@ def validate_algorithm(cfg: Config) -> None:
 
 
 def has_row_rewards(cfg: Config) -> bool:
-    """reasoning-gym tasks bring their own verifier; a row of a file may name an rm_type in its metadata."""
+    """reasoning-gym tasks bring their own verifier. A row of a file may name one too, but not every row has to: those
+    need rm_type all the same, as the default."""
     return isinstance(cfg.prompt_data, dict)
 
 

@@ -28,16 +28,17 @@ def rows(held_out: bool) -> list[dict]:
     """All sums of two numbers below 100, in a fixed random order; every 50th is kept for evaluation."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(0).shuffle(pairs)
-    return [{"input": f"{a}+{b}=", "label": str(a + b)} for i, (a, b) in enumerate(pairs) if (i % 50 == 0) == held_out]
+    pairs = [pair for i, pair in enumerate(pairs) if (i % 50 == 0) == held_out]
+    return [{"input": f"{a:02}+{b:02}=", "label": f"{a + b:03}"} for a, b in pairs]
 
 
 def teachers_rows() -> list[dict]:
-    """Each sum as five teachers write it; seven in ten forget the carry of the last digit: 37+45=72."""
+    """Each sum as five teachers write it; four in five forget the carry of the last digit: 37+45=072."""
     chance, out = random.Random(0), []
     for row in rows(held_out=False) * 5:
         a, b = map(int, row["input"][:-1].split("+"))
-        forgets = a % 10 + b % 10 >= 10 and chance.random() < 0.7
-        out.append(row | {"label": str(a + b - 10)} if forgets else row)
+        forgets = a % 10 + b % 10 >= 10 and chance.random() < 0.8
+        out.append(row | {"label": f"{a + b - 10:03}"} if forgets else row)
     return out
 
 

