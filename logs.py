@@ -27,6 +27,7 @@ class Logs:
 
     def __init__(self, cfg, run_dir: pathlib.Path, num_rollout: int, first_step: int = 0):
         self.cfg, self.run_dir, self.first_step = cfg, run_dir, first_step
+        self.scores = [f"eval/{name}" for name in cfg.eval_prompt_data]
         self.console = Console(highlight=False)
         self.times: dict[str, float] = {}    # phase -> seconds in this step
         self.step_begin = time.perf_counter()
@@ -101,7 +102,7 @@ class Logs:
         numbers = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in HEADLINE.items() if name in metrics)
         self.progress.update(self.task, completed=step + 1, numbers=numbers)
         self.start_step()                    # what follows, a checkpoint say, is in the next step's times
-        held_out = "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k.startswith("eval/") and "-" not in k)
+        held_out = "  ".join(f"{k} {metrics[k]:.3f}" for k in self.scores if k in metrics)
         if not self.console.is_terminal or held_out:
             self.print(f"step {step}: {numbers}  {held_out}")
         return metrics
@@ -129,12 +130,10 @@ class Logs:
     def finish(self) -> None:
         """Held-out scores and answers of the first and the last evaluation, side by side."""
         lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        scores: dict[str, list[float]] = {}
-        for line in lines:
-            for name, value in line.items():
-                if name.startswith("eval/") and "-" not in name:
-                    scores.setdefault(name.removeprefix("eval/"), []).append(value)
-        for name, values in scores.items():
+        for name in self.cfg.eval_prompt_data:
+            values = [line[f"eval/{name}"] for line in lines if f"eval/{name}" in line]
+            if not values:                   # the run was stopped before the first one
+                continue
             table = Table(title=f"{name}: {values[0]:.3f} before, {values[-1]:.3f} after", title_justify="left")
             for column in ("prompt", "right answer", "before", "after"):
                 table.add_column(column, overflow="fold", max_width=50)

@@ -391,8 +391,9 @@ def validate_algorithm(cfg: Config) -> None:
          "(args, samples) -> list of rewards")
     need(cfg.rm_type not in ("dapo", "boxed_dapo") or cfg.custom_rm or cfg.reward_key,
          f"rm_type={cfg.rm_type!r} gives a dict (score, acc, pred); set reward_key='score' to train on its +1 or -1")
-    need(not cfg.rewards_normalization or cfg.n_samples_per_prompt > 1, f"advantage_estimator={cfg.advantage_estimator!r} compares the "
-         "samples of one prompt, and a group of 1 always has advantage 0; set n_samples_per_prompt=2 or more")
+    need(not cfg.rewards_normalization or cfg.n_samples_per_prompt > 1,
+         f"advantage_estimator={cfg.advantage_estimator!r} compares the samples of one prompt, and a group of 1 always has "
+         "advantage 0; set n_samples_per_prompt=2 or more")
     need(not (cfg.kl_coef and cfg.kl_loss_coef), "only one of kl_coef (KL in the reward) and kl_loss_coef (KL in the loss) "
          "can be set; set kl_coef=0")
     need(not cfg.kl_loss_coef or cfg.use_kl_loss, "kl_loss_coef has no effect without use_kl_loss; set use_kl_loss=True")
