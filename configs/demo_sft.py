@@ -4,6 +4,7 @@ The demo's first stage: a random 0.8M-parameter Qwen3 learns to add two numbers 
     python train.py configs/demo_sft.py          (configs/demo_cpu.py runs it by itself)
 
 SFT copies its teachers, so the model ends about half right: sums without a carry. It has seen how to carry, but seldom does.
+Numbers are written with leading zeros, 07+45=052, so that each digit has its place: easier for a model of this size.
 """
 import random
 
@@ -33,12 +34,12 @@ def rows(held_out: bool) -> list[dict]:
 
 
 def teachers_rows() -> list[dict]:
-    """Each sum as five teachers write it; four in five forget the carry of the last digit: 37+45=072."""
-    chance, out = random.Random(0), []
-    for row in rows(held_out=False) * 5:
+    """Each sum as four teachers write it; three of them forget the carry of the last digit: 37+45=072."""
+    out = []
+    for row in rows(held_out=False):
         a, b = map(int, row["input"][:-1].split("+"))
-        forgets = a % 10 + b % 10 >= 10 and chance.random() < 0.8
-        out.append(row | {"label": f"{a + b - 10:03}"} if forgets else row)
+        carry = a % 10 + b % 10 >= 10
+        out += [row] + [row | {"label": f"{a + b - 10 * carry:03}"}] * 3
     return out
 
 
@@ -48,10 +49,10 @@ label_key = "label"
 loss_type = "sft"
 
 rollout_batch_size = 256          # examples a step
-num_rollout = 250                 # 250 * 256 examples: each of the 49,000 once or twice
+num_rollout = 400                 # 400 * 256 examples: each of the 39,200 two or three times
 rollout_shuffle = True
 lr = 3e-3
 lr_warmup_iters = 20
 lr_decay_style = "cosine"
 weight_decay = 0.0
-max_tokens_per_gpu = 4096         # 256 examples of about 9 tokens fit into one micro-batch
+max_tokens_per_gpu = 4096         # 256 examples of 10 tokens fit into one micro-batch

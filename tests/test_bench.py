@@ -1,0 +1,73 @@
+"""
+test_bench.py: does bench.py report what happened? The arithmetic on rows made by hand, then one real run.
+
+Run:   pytest tests/test_bench.py      (about 40 s: one start of Ray, Megatron and SGLang)
+Left out on purpose: how fast anything is; a timed test fails on a busy machine and says nothing on an idle one.
+"""
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import bench
+from helpers import make_cfg
+
+ROOT = pathlib.Path(bench.__file__).parent
+RUN_FILE = '''
+hf_checkpoint = {model!r}
+def rows():
+    return [dict(input=f"{{a}}+{{b}}=", label=str(a + b)) for a in range(10) for b in range(10)]
+prompt_data = rows
+label_key = "label"
+rm_type = "random"
+rollout_batch_size = 4
+n_samples_per_prompt = 4
+rollout_max_response_len = 8
+num_rollout = 4
+lr = 1e-3
+colocate = True
+'''
+
+
+def test_summary():
+    row = dict(step_s=4.0, rollout_s=2.0, train_s=1.0, update_weights_s=0.5, in_trainers_s=0.75, optimizer_s=0.5,
+               rollout_tokens=100, train_tokens=200, bytes=8, bare_s=1.0, bare_tokens=80)
+    other = row | dict(step_s=6.0, rollout_s=4.0, rollout_tokens=140, bare_tokens=40)
+    report = bench.summary(make_cfg(), [row, other], 12.0)
+    assert report["rollout_tokens_per_s"] == 240 / 6 and report["bare_engine_tokens_per_s"] == 120 / 2
+    assert report["rollout_over_bare_engine"] == pytest.approx(40 / 60)
+    assert report["train_tokens_per_s"] == 400 and report["update_weights_bytes"] == 8
+    assert report["seconds_per_step"] == dict(step=5.0, rollout=3.0, train=1.0, update_weights=0.5, other=0.5)
+    assert report["fixed_cost_s"] == 5.0 - 3.0 - 0.75
+    text = bench.table(report)
+    assert "ratio 0.67" in text and "start-up 12.0 s" in text and "1.250 s" in text
+
+
+def test_a_real_run(tiny_model, tmp_path):
+    run_file = tmp_path / "tiny.py"
+    run_file.write_text(RUN_FILE.format(model=tiny_model))
+    done = subprocess.run([sys.executable, "bench.py", str(run_file), "--steps=2", f"--output_dir={tmp_path}", "--run_name=b"],
+                          cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "b" / "bench.json").read_text())
+    assert len(report["rows"]) == 2 and report["config"]["hf_checkpoint"] == tiny_model
+    for row in report["rows"]:               # an answer has 1 to 8 tokens, a prompt has 4
+        assert 16 <= row["rollout_tokens"] <= 128 and 16 <= row["bare_tokens"] <= 128
+        assert row["train_tokens"] == row["rollout_tokens"] + 16 * 4
+        assert 0 < row["in_trainers_s"] <= row["train_s"] < row["step_s"] and row["bare_s"] > 0
+    parts = dict(report["seconds_per_step"])
+    assert parts.pop("step") == pytest.approx(sum(parts.values())) and all(v > 0 for v in parts.values())
+    steps = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps] == [0, 1, 2]           # the first one warmed up
+    assert "ratio" in done.stdout and str(tmp_path / "b" / "bench.json") in done.stdout
+
+
+@pytest.mark.parametrize("args, message", [
+    (["configs/demo_cpu.py", "--steps=0"], "--steps must be 1 or more"),
+    (["configs/demo_sft.py"], "loss_type='sft' has no rollout to compare"),
+    (["configs/demo_cpu.py", "--rolout_batch_size=2"], "did you mean 'rollout_batch_size'")])
+def test_mistakes(args, message):
+    done = subprocess.run([sys.executable, "bench.py", *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
