@@ -147,15 +147,20 @@ def read_jsonl(cfg, path: str, skipped: Counter) -> list[dict]:
 
 
 def reasoning_gym_rows(cfg, source: dict) -> list[dict]:
-    """Procedural tasks with a verifier of their own: dict(reasoning_gym="chain_sum", size=500, seed=1, min_terms=2, ...)."""
+    """Procedural tasks with a verifier of their own: dict(reasoning_gym="chain_sum", size=500, seed=1, min_terms=2, ...).
+
+    `instruction` is ours: a line put under each question, to say how the answer must look.
+    """
     import reasoning_gym
-    name, options = source["reasoning_gym"], {k: v for k, v in source.items() if k != "reasoning_gym"}
+    options = dict(source)
+    name, instruction = options.pop("reasoning_gym"), options.pop("instruction", "")
     try:
         entries = list(reasoning_gym.create_dataset(name, **options))
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(f"reasoning_gym task {name!r} with {options}: {error}; "
                          "see reasoning_gym.factory.DATASETS for the names") from error
-    return [{cfg.input_key: e["question"], cfg.label_key or "label": e["answer"], cfg.metadata_key: {
+    end = f"\n{instruction}" if instruction else ""
+    return [{cfg.input_key: e["question"] + end, cfg.label_key or "label": e["answer"], cfg.metadata_key: {
              "rm_type": "reasoning_gym", "source_dataset": name, "entry": e}} for e in entries]
 
 

