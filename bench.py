@@ -1,9 +1,11 @@
 """
 bench.py: how fast, against what limit? The loop of a run file, phase by phase, beside the bare engine on the same prompts.
 
-    python bench.py configs/demo_cpu.py [--steps=5] [--any_config_field=value]
+    python bench.py configs/demo_cpu.py [--steps=5] [--any_config_field=value]       the whole loop
+        each step:  bare engine <- the same prompts -> Rollout.generate -> train -> push_weights -> log
+    python bench.py configs/demo_cpu.py --train=2048 [--steps=5]                     the trainer alone, on one device
+        each step:  2 micro-batches of max_tokens_per_gpu random tokens, in sequences of 2048; beside a bare matrix product
 
-    each step:  bare engine <- the same prompts -> Rollout.generate -> train -> push_weights -> log
 Prints a table and writes bench.json (a run folder beside it). Start-up and the first step, which warms up, are reported apart.
 A ratio compares two things that ran next to each other in the same step: this is what to trust on a noisy machine.
 
@@ -12,6 +14,7 @@ Knows nothing about: held-out scores, checkpoints.
 """
 import asyncio
 import contextlib
+import dataclasses
 import datetime
 import json
 import pathlib
@@ -24,6 +27,7 @@ import aiohttp
 import buffer
 import train
 from configs import base
+from engines import free_port
 
 
 def bare_engine(engines, payloads: list[dict]) -> tuple[float, int]:
@@ -119,25 +123,115 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
+# ---- The trainer alone -------------------------------------------------------------------------------------------------
+def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps: int) -> dict:
+    """Optimizer steps of one rank on made-up samples, with no engine and no Ray. -> the report"""
+    import torch
+
+    import algos
+    import model
+    begin = time.perf_counter()
+    folder = train.resolve_model(cfg, run_dir)
+    grid = model.init_distributed(cfg, 0, 1, "127.0.0.1", free_port("127.0.0.1"))
+    trainer = model.MegatronModel(cfg, grid, folder, steps + 1)
+    count = 2 * max(1, cfg.max_tokens_per_gpu // seqlen)
+    ids = torch.randint(0, trainer.vocab_size, (count, seqlen), generator=torch.Generator().manual_seed(cfg.seed))
+    samples = []
+    for i, row in enumerate(ids.tolist()):   # 1 token asks, the others answer
+        samples.append(buffer.Sample(group_index=i, index=i, tokens=row[:1], reward=0.0))
+        samples[-1].append(row[1:], [0.0] * (seqlen - 1))
+    data = buffer.to_train_data(cfg, samples, [1.0] * count)
+    data["advantages"] = algos.grpo_advantages(cfg, data)
+    plan = buffer.plan(dataclasses.replace(cfg, global_batch_size=count, num_steps_per_rollout=1), data, 1)
+    batches = [buffer.pack(data, one, trainer.pad_to, trainer.device) for one in plan[0][0]]
+    start_s, rows = time.perf_counter() - begin, []
+    for _ in range(steps + 1):
+        rate = matrix_rate(trainer.device, trainer.dtype)
+        begin = time.perf_counter()
+        trainer.train_step(batches, lambda x: algos.policy_loss(cfg, x))
+        wait_for(trainer.device)
+        rows.append({"step_s": time.perf_counter() - begin, "matrix_tflops": rate})
+    rows = rows[1:]
+    seconds = sum(row["step_s"] for row in rows) / len(rows)
+    tokens, flops = count * seqlen, train_flops(trainer, seqlen) * count
+    peak = torch.cuda.max_memory_allocated() if cfg.device == "cuda" else 0
+    return {
+        "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", "machine": f"{platform.machine()}, {cfg.device}",
+        "steps": len(rows), "start_s": start_s, "micro_batches": len(batches), "tokens": tokens, "seqlen": seqlen,
+        "seconds_per_step": {"step": seconds}, "train_tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12,
+        "matrix_tflops": sum(row["matrix_tflops"] for row in rows) / len(rows), "peak_gb": peak / 1e9,
+        "rows": rows, "config": base.to_dict(cfg)}
+
+
+def train_flops(trainer, seqlen: int) -> float:
+    """Forward and backward of one sequence: 6 per weight and token, and 3 times the two products of causal attention."""
+    weights = sum(p.numel() for p in trainer.module.parameters())                # all are in matrices, but for 0.01%
+    if not trainer.hf_config.tie_word_embeddings:
+        weights -= trainer.module.embedding.word_embeddings.weight.numel()       # looked up, not multiplied
+    heads = trainer.config.num_attention_heads * trainer.config.kv_channels
+    attention = 2 * 2 * heads * seqlen / 2 * trainer.config.num_layers           # a token sees half of the others
+    return (6 * weights + 3 * attention) * seqlen
+
+
+def matrix_rate(device, dtype) -> float:
+    """TFLOP/s of a bare square matrix product: what this device can do now."""
+    import torch
+    n, repeats = (8192, 20) if device.type == "cuda" else (1024, 3)
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    a @ a
+    wait_for(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        a @ a
+    wait_for(device)
+    return 2 * n**3 * repeats / (time.perf_counter() - begin) / 1e12
+
+
+def wait_for(device) -> None:
+    import torch
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def training_table(report: dict) -> str:
+    share = report["tflops"] / report["matrix_tflops"]
+    return (f"{report['date']}  {report['machine']}  {report['steps']} steps after 1 to warm up; "
+            f"start-up {report['start_s']:.1f} s\n"
+            f"{report['micro_batches']} micro-batches, {report['tokens']} tokens in sequences of {report['seqlen']}: "
+            f"{report['seconds_per_step']['step']:.3f} s/step, {report['train_tokens_per_s']:.0f} tokens/s\n"
+            f"{report['tflops']:.1f} TFLOP/s; a bare matrix product {report['matrix_tflops']:.1f}: share {share:.2f}; "
+            f"peak memory {report['peak_gb']:.1f} GB")
+
+
+# ---- Command line ------------------------------------------------------------------------------------------------------
+def option(args: list[str], name: str, default: int) -> int:
+    """The last --name=value, taken out of args."""
+    given = [a for a in args if a.startswith(f"--{name}=")]
+    args[:] = [a for a in args if a not in given]
+    value = int(given[-1].partition("=")[2]) if given else default
+    base.need(value > 0 or not given, f"--{name} must be 1 or more")
+    return value
+
+
 def main() -> None:
     args = sys.argv[1:]
     if not args or args[0].startswith("-"):
         sys.exit(__doc__)
     try:
-        given = [a for a in args[1:] if a.startswith("--steps=")]
-        steps = int(given[-1].removeprefix("--steps=")) if given else 5
-        base.need(steps > 0, "--steps must be 1 or more: the first step only warms up")
-        cfg = base.load(args[0], [a for a in args[1:] if a not in given])
+        steps, seqlen = option(args, "steps", 5), option(args, "train", 0)
+        cfg = base.load(args[0], args[1:])
         train.check(cfg)
-        if cfg.loss_type == "sft":
-            raise ValueError("loss_type='sft' has no rollout to compare; bench a run file with loss_type='policy'")
+        base.need(seqlen or cfg.loss_type != "sft", "loss_type='sft' has no rollout to compare; bench a run file with "
+                  "loss_type='policy', or the trainer alone with --train=2048")
+        base.need(not seqlen or cfg.actor_num_gpus == 1, "--train measures one rank; add --actor_num_gpus=1 "
+                  "--tensor_model_parallel_size=1 --pipeline_model_parallel_size=1 --sequence_parallel=False")
     except ValueError as error:
         sys.exit(f"error: {error}")
     run_dir = train.find_run_dir(cfg, f"bench_{pathlib.Path(args[0]).stem}")
     run_dir.mkdir(parents=True, exist_ok=True)
-    report = measure(cfg, run_dir, steps)
+    report = measure_training(cfg, run_dir, seqlen, steps) if seqlen else measure(cfg, run_dir, steps)
     (run_dir / "bench.json").write_text(json.dumps(report, indent=1, default=str))
-    print(table(report))
+    print(training_table(report) if seqlen else table(report))
     print(f"written: {run_dir / 'bench.json'}")
 
 

@@ -232,7 +232,6 @@ MUST_BE_OFF = dict(
     attention_dropout="dropout makes the trainer's log-probs random; set it to 0.0 in config.json",
     quantization_config="training needs plain weights; give the unquantized checkpoint",
 )
-LLAMA3 = dict(low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)  # fixed in Megatron's code
 
 
 def load_hf_config(path_or_hub_name):
@@ -290,13 +289,19 @@ def refuse_rope(rope, refuse):
     if kind not in ("default", "llama3"):  # yarn, longrope, linear, dynamic, or one dict per layer type (kind is None)
         refuse("rope_parameters", f"rope type {kind!r} is not covered (default and llama3 are); remove rope_scaling "
                "from config.json if your sequences stay within the original length")
-    extra = set(rope) - {"rope_type", "type", "rope_theta", "factor", *LLAMA3}
+    extra = set(rope) - {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+                         "original_max_position_embeddings"}
     if extra:  # such as partial_rotary_factor, which transformers' own code of these families ignores
         refuse("rope_parameters", f"{sorted(extra)} not covered; remove them from config.json if they change nothing")
-    differ = {k: rope.get(k) for k, v in LLAMA3.items() if rope.get(k) != v}
-    if kind == "llama3" and differ:
-        refuse("rope_parameters", f"{differ} differs from {LLAMA3}, which stand in the code of Megatron's "
-               "RotaryEmbedding (only `factor` is an argument); use a model with these values, or change it there")
+
+
+def rope_frequencies(hf_config):
+    """(angle per position [D/2], factor on cos and sin), as transformers computes them for this config."""
+    rope, width = hf_config.rope_parameters, head_dim_of(hf_config)
+    if rope["rope_type"] == "default":
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config, torch.device("cpu"))
 
 
 def megatron_config(hf_config) -> tuple[dict, dict]:
@@ -319,12 +324,10 @@ def megatron_config(hf_config) -> tuple[dict, dict]:
         attention_dropout=0.0, hidden_dropout=0.0,  # NOTE: Megatron's default is 0.1 for both
         init_method_std=hf_config.initializer_range,  # seen only by weights that no checkpoint fills
     )
-    rope = hf_config.rope_parameters
     gpt_kwargs = dict(
         vocab_size=hf_config.vocab_size, max_sequence_length=hf_config.max_position_embeddings,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="rope", rotary_base=rope["rope_theta"], rotary_percent=1.0,
-        rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0),
+        position_embedding_type="none",  # rotary angles are rope_frequencies, applied in the attention
     )
     return fields | fam.fields, gpt_kwargs
 

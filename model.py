@@ -16,7 +16,8 @@ The ranks are a grid, tensor-parallel fastest (Megatron's order "tp-cp-ep-dp-pp"
       pp 1     tp 0   tp 1    tp 0   tp 1        one row of one column holds one copy of half the layers
 
 No Transformer Engine needed: Megatron's local layer spec lacks two things, and its spec system takes ours instead, a norm
-that knows sequence parallelism and an attention that takes packed sequences.
+that knows sequence parallelism and an attention that takes packed sequences. What a GPU would do as five kernels, each
+reading and writing all tokens, torch.compile makes one of (`fused`).
 """
 import contextlib
 import dataclasses
@@ -97,7 +98,23 @@ def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_p
                 ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), ps.get_data_parallel_group())
 
 
-# ---- The two modules that the local spec lacks -------------------------------------------------------------------------
+# ---- The modules that the local spec lacks ------------------------------------------------------------------------------
+def fused(function: Callable) -> Callable:
+    """`function` as one kernel on a GPU. On a CPU as it is: there it would need a C++ compiler, and save little."""
+    compiled = torch.compile(function, dynamic=True)     # nothing is compiled before its first call
+    return lambda x, *args: (compiled if x.is_cuda else function)(x, *args)
+
+
+rms_norm = fused(F.rms_norm)
+
+
+@fused
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (2104.09864), in fp32: pairs (i, i + D/2) turn by the token's angle. [T, A, D] -> same"""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
 class Norm(torch.nn.RMSNorm):
     """RMSNorm (1910.07467) under Megatron's constructor. With sequence parallelism each TP rank sees part of the tokens, so
     the weight's gradient must be summed over them: Megatron does so for weights that carry this mark."""
@@ -106,9 +123,16 @@ class Norm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel
 
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each packed sequence: query [T, A/tp, D], key and value [T, G/tp, D] -> [T, A/tp * D]."""
+    """Positions, then causal attention within each packed sequence.
+
+    query [T, A/tp, D], key and value [T, G/tp, D] -> [T, A/tp * D]. Megatron would turn queries and keys itself, but without
+    Transformer Engine it does so one sequence at a time; here all T tokens turn at once, by packed_seq_params.angles.
+    """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
         super().__init__()
@@ -116,11 +140,11 @@ class PackedAttention(torch.nn.Module):
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        query, key = (rotate(x, *packed_seq_params.angles) for x in (query, key))
         if query.is_cuda:
             from torch.nn.attention.varlen import varlen_attn
-            repeat = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))               # [T, A/tp, D]
-            out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, is_causal=True, scale=self.scale)
+            out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=self.scale,
+                              window_size=(-1, 0))                                                # causal
             return out.flatten(1)                                                                 # [T, A/tp * D]
         # CPU: sequences of about the same length go through one padded call. What stands right of a sequence's end is not
         # its own, but causal attention never looks right, and those rows are not read.
@@ -162,6 +186,8 @@ class MegatronModel:
         convert.check_tp(self.hf_config, grid.tp_size)
         self.dtype = getattr(torch, cfg.dtype)
         self.config, gpt_kwargs = self.build_config()
+        inv_freq, self.rope_scale = convert.rope_frequencies(self.hf_config)
+        self.inv_freq = inv_freq.to(self.device)                                                  # [D/2]
         self.vocab_size = gpt_kwargs["vocab_size"]
         self.rows = convert.padded_vocab_size(self.vocab_size, grid.tp_size) // grid.tp_size      # V/tp, with padding
         module = self.build_module(gpt_kwargs)
@@ -171,6 +197,7 @@ class MegatronModel:
         for name, param in self.named_parameters():
             param.tensor_model_parallel = convert.find_rule(self.hf_config, name)[0].kind is not convert.REPLICATED
         self.load_hf(hf_folder)
+        self.away, self.host, self.loading = [], {}, None        # see sleep()
         self.optimizer = self.scheduler = None
         if trainable:
             self.wrap(module, total_optimizer_steps)
@@ -188,6 +215,7 @@ class MegatronModel:
             variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",   # the one that allows variable lengths
             calculate_per_token_loss=True,   # Megatron must not divide by anything: all denominators are in the loss already
             use_cpu_initialization=cfg.device == "cpu", perform_initialization=False,   # every weight is loaded
+            bias_activation_fusion=cfg.device == "cuda",         # SwiGLU through torch.compile
             gradient_accumulation_fusion=False, persist_layer_norm=False, masked_softmax_fusion=False, apply_rope_fusion=False)
         return TransformerConfig(**fields | pick(TransformerConfig, cfg.megatron)), gpt_kwargs
 
@@ -215,6 +243,9 @@ class MegatronModel:
                    adam_beta2=cfg.adam_beta2, adam_eps=cfg.adam_eps, clip_grad=cfg.clip_grad, params_dtype=self.dtype,
                    bf16=self.dtype == torch.bfloat16, use_distributed_optimizer=cfg.use_distributed_optimizer)
         self.optimizer = get_megatron_optimizer(OptimizerConfig(**opt | pick(OptimizerConfig, cfg.megatron)), self.chunks)
+        for adam in adams(self.optimizer):
+            for group in adam.param_groups:
+                group.update(fused=True, foreach=False)          # one pass over the state instead of ten
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads   # sums over DP, SP norms, tied embeddings over PP
         steps = max(cfg.lr_decay_iters or total_steps, cfg.lr_warmup_iters + 1)
@@ -262,6 +293,8 @@ class MegatronModel:
         batch = next(data_iterator)
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens,
                                  max_seqlen_q=batch.max_seqlen, max_seqlen_kv=batch.max_seqlen)
+        angle = batch.position_ids[0, :, None, None] * self.inv_freq                              # [T, 1, D/2]
+        packed.angles = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
         hidden = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
         return hidden, partial(post, batch)
 
@@ -313,6 +346,7 @@ class MegatronModel:
             raise FloatingPointError(
                 f"the loss is {sums['loss']}: look at rewards and log-probs of this step in samples.jsonl; the weights are "
                 "unchanged and the last checkpoint is good: lower lr or clip_grad, and --resume")
+        self.finish_loading()
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is None or not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm} with a finite loss ({sums['loss']:.4g}); the last "
@@ -341,16 +375,55 @@ class MegatronModel:
             packed = box[0]
         return packed
 
-    # -- memory hand-over (colocated): what training alone needs leaves the GPU
+    # -- memory hand-over (colocated): everything of training leaves the GPU while the engine generates
     def sleep(self) -> None:
-        self.optimizer.offload_to_cpu()
-        for chunk in self.chunks:
-            chunk.offload_grad_buffers()
+        """Weights and optimizer state move to CPU memory, gradients are dropped. Only wake() may follow."""
+        self.finish_loading()
+        self.optimizer.zero_grad()           # or the main weights would keep views of the gradient buffers
+        for storage, kind in self.storages():
+            if kind != "gradients":
+                if storage._cdata not in self.host:      # page-locked, so slow to get and fast to use: kept for all the run
+                    self.host[storage._cdata] = torch.empty(
+                        storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                self.host[storage._cdata].copy_(as_bytes(storage), non_blocking=True)
+            self.away.append((storage, kind, storage.nbytes()))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        for storage, _, _ in self.away:      # every view stays a view, of nothing until wake()
+            storage.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def wake(self) -> None:
+        """The inverse of sleep(). Optimizer state comes in the background: forward and backward passes need none of it."""
+        self.loading = torch.cuda.Stream() if self.device.type == "cuda" else None
+        for storage, kind, size in self.away:
+            storage.resize_(size)
+            if kind != "gradients":          # those are zeroed before they are added to
+                with torch.cuda.stream(self.loading if kind == "state" else None):
+                    as_bytes(storage).copy_(self.host[storage._cdata], non_blocking=True)
+        self.away = []
+
+    def finish_loading(self) -> None:
+        """From here on the optimizer state is there."""
+        if self.loading is not None:
+            torch.cuda.current_stream().wait_stream(self.loading)
+            self.loading = None
+
+    def storages(self) -> list[tuple[torch.UntypedStorage, str]]:
+        """Each piece of memory of this model once, and what is in it: "weights", "state" (of the optimizer), "gradients"."""
+        found = {}
+
+        def add(kind, tensors):
+            for tensor in tensors:
+                found.setdefault(tensor.untyped_storage()._cdata, (tensor.untyped_storage(), kind))
+        add("weights", self.module.parameters())
         for chunk in self.chunks:
-            chunk.restore_grad_buffers()
-        self.optimizer.restore_from_cpu()
+            add("gradients", [one.grad_data for one in chunk.buffers + chunk.expert_parallel_buffers])
+        for adam in adams(self.optimizer):
+            add("state", [param for group in adam.param_groups for param in group["params"]])
+            add("state", [x for state in adam.state.values() for x in state.values() if torch.is_tensor(x) and x.dim()])
+        return list(found.values())
 
     # -- checkpoints
     def save(self, folder: pathlib.Path, extra: dict) -> None:
@@ -358,6 +431,7 @@ class MegatronModel:
 
         Written beside and renamed when complete: a kill at any moment leaves the previous checkpoint as it was.
         """
+        self.finish_loading()
         part = folder.with_name(folder.name + ".part")
         if self.grid.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -394,6 +468,11 @@ class MegatronModel:
         return state
 
 
+def adams(optimizer) -> list[torch.optim.Optimizer]:
+    """Torch's own optimizers inside Megatron's wrappers."""
+    return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
 @contextlib.contextmanager
 def torch_adam_state(optimizer):
     """Three repairs of Megatron's optimizer loading for torch's Adam, the one used without Transformer Engine and apex.
@@ -402,11 +481,10 @@ def torch_adam_state(optimizer):
     no "step" in the file, where that is stored once. And it hands one step tensor to all parameters, which Adam would then
     raise once for each of them.
     """
-    parts = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
-    for adam in parts:
+    for adam in adams(optimizer):
         for param in [p for group in adam.param_groups for p in group["params"]]:
             if not adam.state[param]:
-                adam.state[param] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param),
+                adam.state[param] = {"step": torch.tensor(0.0, device=param.device), "exp_avg": torch.zeros_like(param),
                                      "exp_avg_sq": torch.zeros_like(param)}
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -420,10 +498,14 @@ def torch_adam_state(optimizer):
         yield
     finally:
         DistributedOptimizer._set_main_param_and_optimizer_states = original
-    for adam in parts:
-        for state in adam.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+    for adam in adams(optimizer):
+        for param, state in adam.state.items():
+            state["step"] = state["step"].to(param.device, copy=True)
+
+
+def as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The same memory, seen as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def pick(cls: type, values: dict) -> dict:

@@ -78,7 +78,15 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> None:
             logs.step(step, metrics)
             if last or stop.is_set() or due(cfg.save_interval, step):
                 with logs.phase("save"):                         # after the log, so that a resumed run lacks no line
+                    if cfg.offload_rollout:
+                        engines.sleep()
+                    if cfg.offload_train:
+                        trainers.wake()
                     save(cfg, run_dir, step + 1, trainers, rollout)
+                    if cfg.offload_train:
+                        trainers.sleep()
+                    if cfg.offload_rollout:
+                        engines.wake()
             if stop.is_set() and not last:
                 logs.print(f"stopped by a signal after step {step}; go on with --resume={run_dir}")
                 return

@@ -64,7 +64,23 @@ def test_a_real_run(tiny_model, tmp_path):
     assert "ratio" in done.stdout and str(tmp_path / "b" / "bench.json") in done.stdout
 
 
+def test_the_trainer_alone(tiny_model, tmp_path):
+    run_file = tmp_path / "tiny.py"
+    run_file.write_text(RUN_FILE.format(model=tiny_model))
+    done = subprocess.run([sys.executable, "bench.py", str(run_file), "--train=16", "--steps=2", "--max_tokens_per_gpu=64",
+                           f"--output_dir={tmp_path}", "--run_name=t"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "t" / "bench.json").read_text())
+    assert (report["micro_batches"], report["tokens"], report["seqlen"], len(report["rows"])) == (2, 128, 16, 2)
+    # By hand: 2 layers, hidden 64, 4 heads and 2 kv heads of 16, ffn 128, 64 tied rows.
+    layer = 64 * (4 + 2 + 2) * 16 + 64 * 64 + 3 * 64 * 128 + 2 * 64 + 2 * 16
+    flops = 8 * 16 * (6 * (2 * layer + 64 + 64 * 64) + 3 * 2 * 2 * 64 * 8 * 2)
+    assert report["tflops"] == pytest.approx(flops / report["seconds_per_step"]["step"] / 1e12)
+    assert "2 micro-batches, 128 tokens" in done.stdout
+
+
 @pytest.mark.parametrize("args, message", [
+    (["configs/qwen3_4b_grpo.py", "--device=cpu", "--rollout_num_gpus_per_engine=1", "--train=64"], "--train measures one rank"),
     (["configs/demo_cpu.py", "--steps=0"], "--steps must be 1 or more"),
     (["configs/demo_sft.py"], "loss_type='sft' has no rollout to compare"),
     (["configs/demo_cpu.py", "--rolout_batch_size=2"], "did you mean 'rollout_batch_size'")])

@@ -208,7 +208,8 @@ def test_names_shapes_and_rope_match_a_real_gptmodel(folders, megatron, case):
         assert convert.to_megatron(cfg, name, reader, 0, 1).shape == p.shape, name
     # Rope: the frequencies themselves, so theta, head_dim and llama3 scaling all agree with transformers.
     hf_rope = AutoModelForCausalLM.from_pretrained(folders / case).model.rotary_emb
-    torch.testing.assert_close(model.rotary_pos_emb.inv_freq, hf_rope.inv_freq, rtol=1e-6, atol=0)
+    frequencies, factor = convert.rope_frequencies(cfg)
+    assert torch.equal(frequencies, hf_rope.inv_freq) and factor == hf_rope.attention_scaling == 1.0
 
 
 def test_transformer_engine_names_are_the_same_rules():
@@ -235,7 +236,6 @@ YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_
         ("qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=3), "use_sliding_window"),
         ("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types"),
         ("qwen3", dict(rope_parameters=YARN), "rope type 'yarn' is not covered"),
-        ("llama", dict(rope_parameters=LLAMA3_ROPE | dict(high_freq_factor=8.0)), "high_freq_factor.*RotaryEmbedding"),
         ("llama", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "partial_rotary_factor"),
         ("llama", dict(attention_bias=True), "attention_bias"),
         ("llama", dict(mlp_bias=True), "mlp_bias"),
@@ -264,8 +264,9 @@ def test_smollm2_and_old_rope_keys_pass(tmp_path):
                unk_token_id=0, _model_name_or_path="SmolLM2",
                **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    fields, gpt_kwargs = convert.megatron_config(convert.load_hf_config(tmp_path))
-    assert gpt_kwargs["rotary_base"] == 100000 and gpt_kwargs["rope_scaling"] is False
+    cfg = convert.load_hf_config(tmp_path)
+    fields, gpt_kwargs = convert.megatron_config(cfg)
+    assert convert.rope_frequencies(cfg)[0][1] == pytest.approx(100000 ** (-2 / 16))
     assert gpt_kwargs["share_embeddings_and_output_weights"] is True
     assert (fields["num_layers"], fields["kv_channels"], fields["layernorm_epsilon"]) == (3, 16, 1e-5)
 

@@ -23,7 +23,9 @@ SIZES = dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_la
              num_key_value_heads=2, max_position_embeddings=256)
 FAMILIES = {"qwen3": ("Qwen3Config", dict(head_dim=16, tie_word_embeddings=True)),
             "qwen2": ("Qwen2Config", dict(tie_word_embeddings=False)),      # biases
-            "llama": ("LlamaConfig", dict(head_dim=8, tie_word_embeddings=False))}
+            "llama": ("LlamaConfig", dict(head_dim=8, tie_word_embeddings=False, rope_parameters=dict(
+                rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0,
+                original_max_position_embeddings=16)))}                     # bends angles within these short sequences
 COMMON = dict(rollout_temperature=0.7, eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01,
               log_probs_chunk_size=7, lr=1e-3, min_lr=2e-4, lr_decay_style="linear", train_timeout_s=60.0,
               adam_eps=1e-5)                 # above the rounding noise: Adam turns noise on tiny gradients into whole steps
@@ -200,7 +202,7 @@ def checkpoints(r, layout, root) -> dict:
 
 
 def accidents(r) -> dict:
-    """A NaN in one micro-batch of one data-parallel rank; then weights swapped out and in."""
+    """A NaN in one micro-batch of one data-parallel rank; weights swapped out and in; a nap; then the step that was due."""
     out = {}
     m = r.model(clip_grad=CLIP, max_tokens_per_gpu=40)
     for _ in range(STEPS):
@@ -223,6 +225,9 @@ def accidents(r) -> dict:
     m.restore(saved)
     again = r.log_probs(m, r.batches(m))
     out["swap"] = [all(torch.equal(logp[i], other[i]) for i in logp), all(torch.equal(logp[i], again[i]) for i in logp)]
+    m.sleep()                                # memory handed to the engine, and back
+    out["asleep"] = sum(storage.nbytes() for storage, _ in m.storages())
+    m.wake()
     out["weights back"] = all(torch.equal(before[n], p) for n, p in r.weights(m).items())
     out["after accidents"] = [r.step(m, r.batches(m))]
     return out
@@ -364,6 +369,6 @@ def test_nan_stops_every_rank_and_changes_nothing(one, ranks):
 def test_snapshot_and_restore(ranks):
     for rank in ranks:
         same_under_other_weights, same_after = rank["swap"]
-        assert same_after and rank["weights back"]
+        assert same_after and rank["weights back"] and rank["asleep"] == 0
         if rank["logp"]["qwen3"]:            # only the last stage has log-probs to tell by
             assert not same_under_other_weights

@@ -23,7 +23,7 @@ MAY_IMPORT = {                               # of our own modules
     "actor": {"model", "algos", "buffer", "weights_sync", "convert"},
     "model": {"convert", "algos", "buffer", "cpu"},
     "weights_sync": {"convert"},
-    "bench": {"train", "configs", "buffer"},
+    "bench": {"train", "configs", "buffer", "engines", "algos", "model"},
     "engines": set(), "rewards": set(), "buffer": set(), "algos": set(), "convert": set(), "cpu": set(), "logs": set(),
     "report": set(), "base": set()}
 FILES = sorted([*ROOT.glob("*.py"), *(p for p in ROOT.glob("configs/*.py") if p.name != "__init__.py")])
