@@ -9,11 +9,12 @@ Knows nothing about: prompts, engines' lives, rewards beyond one number a sample
 Left out on purpose: a second model in GPU memory for the reference; its weights wait in CPU memory and are swapped in.
 """
 import pathlib
-import socket
 import time
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engines import free_port
 
 
 # ---- One rank --------------------------------------------------------------------------------------------------------
@@ -25,9 +26,8 @@ class TrainActor:
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 lets the others meet."""
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return ray.util.get_node_ip_address(), s.getsockname()[1]
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
 
     def start(self, address: tuple[str, int], hf_folder: str, ref_folder: str | None, total_steps: int, disk_dir: str) -> dict:
         """Join the group, build the model, load the weights. -> facts about the grid."""
@@ -53,19 +53,19 @@ class TrainActor:
             else:
                 self.reference = self.model.snapshot()
         self.sync = weights_sync.WeightSync(self.cfg, self.model, pathlib.Path(disk_dir))
-        return {"dp_size": self.grid.dp_size, "parameters": sum(p.numel() for _, p in self.model.named_parameters())}
+        return {"dp_size": self.grid.dp_size}
 
     # -- training
-    def train(self, data: dict, plan: list) -> dict:
+    def train(self, step: int, data: dict, plan: list) -> dict:
         """All optimizer steps on one rollout. data: buffer.to_train_data; plan: buffer.plan. -> metrics, seconds."""
         import algos
         import buffer
         begin, times = time.perf_counter(), {}
-        mine = [[sample for one in step[self.grid.dp_rank] for sample in one] for step in plan]
-        own = sorted(i for step in mine for i in step)
-        place = {sample: i for i, sample in enumerate(own)}
+        steps = [ranks[self.grid.dp_rank] for ranks in plan]     # [optimizer step][micro-batch] -> positions in the data
+        own = sorted(i for batches in steps for one in batches for i in one)
         data = {key: [values[i] for i in own] for key, values in data.items()}       # this rank's samples only
-        steps = [[[place[i] for i in one] for one in step[self.grid.dp_rank]] for step in plan]
+        local = {i: k for k, i in enumerate(own)}                # position in the whole data -> in this rank's
+        steps = [[[local[i] for i in one] for one in batches] for batches in steps]
 
         loss = algos.LOSSES[self.cfg.loss_type]
         if self.cfg.loss_type == "policy":
@@ -75,7 +75,7 @@ class TrainActor:
                     self.model.restore(self.reference)
                     self.add_log_probs(data, steps, "ref_log_probs")
                     self.model.restore(policy)
-            if self.needs_old_log_probs(len(steps)):
+            if self.needs_old_log_probs(step, len(steps)):
                 with timed(times, "log_probs_time"):
                     self.add_log_probs(data, steps, "log_probs")
             data["advantages"] = algos.ADVANTAGES[self.cfg.advantage_estimator].advantages(self.cfg, data)
@@ -84,20 +84,21 @@ class TrainActor:
 
         per_step = []
         with timed(times, "actor_train_time"):
-            for step in steps:
-                batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in step]
+            for micro_batches in steps:
+                batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in micro_batches]
                 per_step.append(self.model.train_step(batches, lambda x: loss(self.cfg, x)))
         times["train_time"] = time.perf_counter() - begin
         return {"steps": per_step, "times": times}
 
-    def needs_old_log_probs(self, optimizer_steps: int) -> bool:
-        """With one optimizer step the old policy is the current one, so old := logp.detach() saves a whole pass."""
-        return optimizer_steps > 1
+    def needs_old_log_probs(self, step: int, optimizer_steps: int) -> bool:
+        """With one optimizer step the old policy is the current one, so old := logp.detach() saves a whole pass. Step 0 does
+        not save it: that two passes over the same tokens agree (ppo_kl = 0) is a check of everything in between."""
+        return optimizer_steps > 1 or step == 0
 
     def add_log_probs(self, data: dict, steps: list, key: str) -> None:
         """data[key] = log-probs under the weights now in the model, per sample. Only the last pipeline stage has them."""
         import buffer
-        flat = [one for step in steps for one in step]
+        flat = [one for batches in steps for one in batches]
         batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in flat]
         out = self.model.forward_log_probs(batches)
         if self.grid.is_last_stage:
@@ -129,8 +130,8 @@ class TrainActor:
     def sleep(self) -> None:
         self.model.sleep()
 
-    def wake(self) -> None:
-        self.model.wake()
+    def wake(self, *kinds: str) -> None:
+        self.model.wake(*[kinds] if kinds else [])
 
     def load(self, folder: str) -> dict:
         return self.model.load(pathlib.Path(folder))
@@ -161,6 +162,7 @@ class Trainers:
             # NCCL_CUMEM_ENABLE as SGLang sets it, or the first broadcast to the engines hangs for ever. PASSIVE: on a CPU the
             # threads of a waiting trainer must not spin on the cores that the engine needs.
             options = dict(num_cpus=0, runtime_env={"env_vars": {"NCCL_CUMEM_ENABLE": "0", "OMP_WAIT_POLICY": "PASSIVE",
+                                                               "CUBLAS_WORKSPACE_CONFIG": ":4096:8",   # same sums every time
                                                                "PYTHONWARNINGS": "ignore"}})   # Megatron's, about apex
             if placement is not None:
                 group, bundle = placement[rank]
@@ -187,14 +189,15 @@ class Trainers:
             ray.get(done)                    # raises what the rank raised
         return ray.get(first)
 
-    def train(self, data: dict, plan: list) -> dict:
-        return self.call("train", ray.put(data), ray.put(plan))
+    def train(self, step: int, data: dict, plan: list) -> dict:
+        return self.call("train", step, ray.put(data), ray.put(plan))
 
     def sleep(self) -> None:
         self.call("sleep")
 
-    def wake(self) -> None:
-        self.call("wake")
+    def wake(self, *kinds: str) -> None:
+        """kinds: of "weights", "state", "gradients"; none named is all."""
+        self.call("wake", *kinds)
 
     def push_weights(self, engines, version: int, only: list[int] | None = None) -> dict[str, float]:
         """pause -> flush -> buckets -> verify -> version -> continue. `only`: ranks of engines that were just restarted."""

@@ -16,7 +16,7 @@ Denominators: every sample carries a `loss_weight` that buffer.py fixes for the 
 before micro-batches are cut. A loss is then a plain sum, so it cannot depend on how samples are packed or split.
 """
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -148,12 +148,11 @@ def grpo_advantages(cfg, data: dict) -> list[Tensor]:
     return [torch.full((n,), reward) for n, reward in zip(data["response_lengths"], data["rewards"])]
 
 
-# FORK POINT: a new estimator is one function (cfg, rollout_data) -> list of per-token advantages, and one line here.
-# needs_kl: whether it reads the KL reward of kl_coef.
+# FORK POINT: a new estimator is one function (cfg, rollout_data) -> list of per-token advantages, and one line here. It sees
+# the samples of its own data-parallel rank only: what compares the samples of a prompt belongs in normalize_rewards.
 @dataclass(frozen=True)
 class Estimator:
     advantages: Callable
-    needs_group: bool = True       # compares the samples of one prompt
     uses_kl_coef: bool = False     # puts the KL into the reward
 
 
@@ -185,7 +184,6 @@ class LossInput:
     old_logp: Tensor | None = None      # [R] None: one optimizer step per rollout, so old := logp.detach()
     rollout_logp: Tensor | None = None  # [R]
     ref_logp: Tensor | None = None      # [R]
-    extra: dict = field(default_factory=dict)
 
     def __post_init__(self):
         """A masked token may hold inf or NaN (a log-prob that nobody asked for). It is zeroed here, before any loss sees it:
@@ -250,5 +248,5 @@ def reduce_metrics(sums: dict[str, float]) -> dict[str, float]:
     fixed_loss_length.
     """
     weight = max(sums["weight"], 1e-30)
-    raw = ("loss", "tokens", "max_logp")
+    raw = ("loss", "max_logp")
     return {k: v if k in raw else v / weight for k, v in sums.items() if k not in ("weight", "tokens")}

@@ -76,7 +76,7 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
         result = rollout.generate(step)
     with logs.phase("train"):
         data = buffer.to_train_data(cfg, result.samples, result.rewards)
-        answer = trainers.train(data, buffer.plan(cfg, data, dp_size))
+        answer = trainers.train(step, data, buffer.plan(cfg, data, dp_size))
         metrics = result.metrics | train.train_metrics(answer)
         train.check_invariants(cfg, step, answer["steps"], metrics, logs.print)
     with logs.phase("update_weights"):

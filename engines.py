@@ -236,7 +236,9 @@ class Engine:
         import ray
         host = ray.util.get_node_ip_address()
         port = free_port(host)
-        env = dict(NCCL_CUMEM_ENABLE="0",        # NOTE: as in the trainers, or the weight-update group hangs for ever
+        env = dict(SGLANG_TIMEOUT_KEEP_ALIVE="3600",     # NOTE: 5 s by default, and the router's requests that start in just
+                   #                               the moment when their idle connections are closed all fail
+                   NCCL_CUMEM_ENABLE="0",        # NOTE: as in the trainers, or the weight-update group hangs for ever
                    SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION="0")   # the router's /health costs no token
         if self.cpu_engines:
             # NOTE: threads that wait for work by spinning take the core from whoever has it: beside a busy trainer an

@@ -20,6 +20,7 @@ from rich.table import Table
 HEADLINE = {"rollout/raw_reward": "reward", "train/loss": "loss", "train/grad_norm": "grad norm",
             "train/train_rollout_logprob_abs_diff": "logp diff", "rollout/response_len/mean": "length",
             "perf/step_time": "s/step"}      # metric -> what the terminal calls it
+# NOTE: on-policy GRPO's loss says nothing (normalised advantages add up to 0), so the terminal shows it for SFT only.
 
 
 class Logs:
@@ -99,7 +100,8 @@ class Logs:
         metrics = metrics | {f"perf/{name}_time": seconds for name, seconds in self.times.items()}
         metrics |= {"perf/step_time": total, "perf/other_time": total - sum(self.times.values())}
         self.write(step, metrics)
-        numbers = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in HEADLINE.items() if name in metrics)
+        numbers = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in HEADLINE.items() if name in metrics
+                            and not (name == "train/loss" and "rollout/raw_reward" in metrics))
         self.progress.update(self.task, completed=step + 1, numbers=numbers)
         self.start_step()                    # what follows, a checkpoint say, is in the next step's times
         held_out = "  ".join(f"{k} {metrics[k]:.3f}" for k in self.scores if k in metrics)

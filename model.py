@@ -197,7 +197,7 @@ class MegatronModel:
         for name, param in self.named_parameters():
             param.tensor_model_parallel = convert.find_rule(self.hf_config, name)[0].kind is not convert.REPLICATED
         self.load_hf(hf_folder)
-        self.away, self.host, self.loading = [], {}, None        # see sleep()
+        self.away, self.host, self.loading = {}, {}, None        # see sleep()
         self.optimizer = self.scheduler = None
         if trainable:
             self.wrap(module, total_optimizer_steps)
@@ -380,29 +380,33 @@ class MegatronModel:
         """Weights and optimizer state move to CPU memory, gradients are dropped. Only wake() may follow."""
         self.finish_loading()
         self.optimizer.zero_grad()           # or the main weights would keep views of the gradient buffers
+        leaving = {}
         for storage, kind in self.storages():
+            if storage._cdata in self.away:
+                continue
+            leaving[storage._cdata] = storage, kind, storage.nbytes()
             if kind != "gradients":
                 if storage._cdata not in self.host:      # page-locked, so slow to get and fast to use: kept for all the run
                     self.host[storage._cdata] = torch.empty(
                         storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
                 self.host[storage._cdata].copy_(as_bytes(storage), non_blocking=True)
-            self.away.append((storage, kind, storage.nbytes()))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        for storage, _, _ in self.away:      # every view stays a view, of nothing until wake()
+        for storage, _, _ in leaving.values():   # every view stays a view, of nothing until wake()
             storage.resize_(0)
+        self.away |= leaving
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def wake(self, kinds: tuple = ("weights", "state", "gradients")) -> None:
         """The inverse of sleep(). Optimizer state comes in the background: forward and backward passes need none of it."""
         self.loading = torch.cuda.Stream() if self.device.type == "cuda" else None
-        for storage, kind, size in self.away:
+        for key in [key for key, (_, kind, _) in self.away.items() if kind in kinds]:
+            storage, kind, size = self.away.pop(key)
             storage.resize_(size)
             if kind != "gradients":          # those are zeroed before they are added to
                 with torch.cuda.stream(self.loading if kind == "state" else None):
                     as_bytes(storage).copy_(self.host[storage._cdata], non_blocking=True)
-        self.away = []
 
     def finish_loading(self) -> None:
         """From here on the optimizer state is there."""

@@ -99,7 +99,7 @@ class Rollout:
         self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False,
                                              timeout=aiohttp.ClientTimeout(total=self.cfg.request_timeout_s))
         self.slots = asyncio.Semaphore(limit)    # requests in flight
-        self.recovering = asyncio.Lock()
+        self.recovering, self.recoveries = asyncio.Lock(), 0
         self.serving = asyncio.Event()       # not while an engine is new: it has the weights of hf_checkpoint until the resync
         self.serving.set()
         # What hooks get as `args`: every setting, and upstream's way to reach the engines.
@@ -327,8 +327,12 @@ class Rollout:
             await self.recover()
 
     async def recover(self) -> None:
-        """Replace dead engines and give them the current weights. One caller works, the others wait for it."""
+        """Replace dead engines and give them the current weights. One caller works, for all who called before it began."""
+        begun = self.recoveries
         async with self.recovering:
+            if self.recoveries > begun:
+                return
+            self.recoveries += 1
             await asyncio.to_thread(self.engines.check_router)
             for rank in await asyncio.to_thread(self.engines.check):
                 print(f"engine {rank} is down; restart {self.engines.restarts + 1} of {self.cfg.max_engine_restarts}",
@@ -386,10 +390,11 @@ class Rollout:
             "rollout/response_len/min": min(lengths), "rollout/response_len/max": max(lengths),
             "rollout/response_len/median": sorted(lengths)[len(lengths) // 2],
             "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
-            "rollout/stale_tokens": mean(v < self.weight_version for s in samples for v in s.weight_versions),
+            "rollout/stale_tokens": mean(v < self.weight_version for s in samples
+                                         for v, mask in zip(s.weight_versions, s.loss_mask) if mask and v >= 0),
             "rollout/request_retries": self.retries, "rollout/engine_restarts": self.engines.restarts,
             "rollout/waiting_groups": len(self.data.buffer),
-            "perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
+            "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
         constant = Counter(round(g[0], 2) for g in groups.values() if max(g) == min(g))
         return metrics | {f"rollout/zero_std/count_{reward}": n for reward, n in constant.items()}
 
@@ -407,7 +412,7 @@ class FileRollout:
     """loss_type="sft": the rows' own answers are the samples; nothing is generated, no engine is needed."""
 
     def __init__(self, cfg: Config, data: DataSource):
-        self.cfg, self.data, self.weight_version = cfg, data, 0
+        self.cfg, self.data = cfg, data
 
     def generate(self, step: int) -> RolloutResult:
         samples = [s for group in self.data.get_samples(self.cfg.rollout_batch_size) for s in group]

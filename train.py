@@ -4,7 +4,7 @@ train.py: what happens when? Start both sides, then the loop: generate, train, s
     python train.py configs/demo_cpu.py                          a whole run on a laptop, minutes
     python train.py configs/qwen3_4b_grpo.py --lr=2e-6           any field of configs/base.py; later wins
     python train.py configs/qwen3_4b_grpo.py --dry-run           the resolved config and the placement, nothing started
-    python train.py configs/demo_cpu.py --resume                 go on with the newest run of this file
+    python train.py configs/demo_cpu.py --resume                 go on with the newest run of this file (Ctrl-C saves)
 
     one step, colocated (both sides share the GPUs in turns)         separate GPUs
     engines   generate |sleep|................|wake w|sync|wake kv   engines   generate |.........|sync|
@@ -27,16 +27,17 @@ from concurrent.futures import ThreadPoolExecutor
 import algos
 import buffer
 import convert
+import placement
 import rewards
 from configs import base
 
 
 # ---- The loop --------------------------------------------------------------------------------------------------------
-def train(cfg: base.Config, run_dir: pathlib.Path) -> None:
-    """One run, from the model folder to the last checkpoint in run_dir."""
+def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
+    """One run, from the model folder to the last checkpoint in run_dir. -> False where a signal stopped it before its end"""
     with contextlib.ExitStack() as stack:
         engines, trainers, rollout, logs, first_step, num_rollout, dp_size = start(cfg, run_dir, stack)
-        stop = stop_on_signal()              # after ray.init, which sets a handler of its own
+        stop = stop_on_signal(stack)         # after ray.init, which sets a handler of its own
 
         if first_step == 0 and cfg.eval_prompt_data and not cfg.skip_eval_before_train:
             with logs.phase("eval"):
@@ -53,8 +54,8 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> None:
                     trainers.wake()
             with logs.phase("train"):
                 data = buffer.to_train_data(cfg, result.samples, result.rewards)
-                plan = buffer.plan(cfg, data, dp_size)           # optimizer steps x ranks x micro-batches
-                answer = trainers.train(data, plan)
+                plan = buffer.plan(cfg, data, dp_size)           # optimizer steps x ranks x micro-batches; loss_weights too
+                answer = trainers.train(step, data, plan)
             metrics = result.metrics | train_metrics(answer)
             check_invariants(cfg, step, answer["steps"], metrics, logs.print)
 
@@ -78,19 +79,20 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> None:
             logs.step(step, metrics)
             if last or stop.is_set() or due(cfg.save_interval, step):
                 with logs.phase("save"):                         # after the log, so that a resumed run lacks no line
-                    if cfg.offload_rollout:
-                        engines.sleep()
+                    if cfg.offload_rollout:                      # but for its weights: nobody sends them before step + 1
+                        engines.sleep(["kv_cache", "cuda_graph"])
                     if cfg.offload_train:
                         trainers.wake()
                     save(cfg, run_dir, step + 1, trainers, rollout)
                     if cfg.offload_train:
                         trainers.sleep()
                     if cfg.offload_rollout:
-                        engines.wake()
+                        engines.wake(["kv_cache", "cuda_graph"])
             if stop.is_set() and not last:
-                logs.print(f"stopped by a signal after step {step}; go on with --resume={run_dir}")
-                return
+                logs.print(f"stopped by a signal after step {step}; go on with the same command and --resume={run_dir}")
+                return False
         logs.finish()
+        return True
 
 
 def due(interval: int | None, step: int) -> bool:
@@ -100,7 +102,7 @@ def due(interval: int | None, step: int) -> bool:
 # ---- Starting --------------------------------------------------------------------------------------------------------
 def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) -> tuple:
     """Bring both sides up, at the same time. Whatever was started is on the stack and ends with it."""
-    import ray                               # heavy imports here: --dry-run and an error in the config need none of them
+    import ray                               # heavy imports here: most errors in a config are found without them
     from transformers import AutoTokenizer
 
     from actor import Trainers
@@ -116,14 +118,14 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     if num_rollout is None:
         num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
 
-    placement = start_ray(cfg, stack)
+    places = placement.start_ray(cfg, stack)
     with ThreadPoolExecutor(1) as pool:
         engines, engines_up = None, None
         if cfg.loss_type != "sft":
-            engines = Engines(cfg, run_dir, model_dir, placement and placement[1])
+            engines = Engines(cfg, run_dir, model_dir, places and places[1])
             stack.callback(engines.stop)
             engines_up = pool.submit(engines.start)
-        trainers = Trainers(cfg, placement and placement[0])
+        trainers = Trainers(cfg, places and places[0])
         stack.callback(trainers.stop)
         reference = (cfg.ref_load or model_dir) if cfg.use_kl_loss or cfg.kl_coef else None
         facts = trainers.start(model_dir, reference, num_rollout * cfg.num_steps_per_rollout,
@@ -140,55 +142,22 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         rollout = FileRollout(cfg, data)
     else:
         rollout = Rollout(cfg, engines, data, hf_config.max_position_embeddings, run_dir, logs.groups_done)
-        rollout.resync = lambda ranks: trainers.push_weights(engines, rollout.weight_version, only=ranks)
         rollout.weight_version = extra["step"]
+
+        def resync(ranks):                   # engines that were replaced while others generate, and the trainers sleep
+            if cfg.offload_train:
+                trainers.wake("weights")
+            trainers.push_weights(engines, rollout.weight_version, only=ranks)
+            if cfg.offload_train:
+                trainers.sleep()
+        rollout.resync = resync
         trainers.push_weights(engines, extra["step"])            # the engines' weights are the trainers', checked
+        if cfg.offload_train:
+            trainers.sleep()
     stack.callback(rollout.close)
     if checkpoint:
         data.load_state_dict(extra["data"])
     return engines, trainers, rollout, logs, extra["step"], num_rollout, facts["dp_size"]
-
-
-def start_ray(cfg: base.Config, stack: contextlib.ExitStack) -> tuple[list, list] | None:
-    """-> (placement of each trainer rank, placement of each engine); None on a machine with no GPU."""
-    import ray
-    if not ray.is_initialized():
-        os.environ.setdefault("RAY_worker_niceness", "0")        # Ray's 15 would let anything else on a laptop starve us
-        # Workers import our files, so the repository is on their path. More "CPUs" than there are: most actors only wait.
-        path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        env = {"env_vars": {"PYTHONPATH": path}}
-        local = {} if cfg.ray_address else dict(num_cpus=32, include_dashboard=False)
-        ray.init(address=cfg.ray_address, runtime_env=env, log_to_driver=True, logging_level="warning", **local)
-        stack.callback(ray.shutdown)
-    if cfg.device == "cpu":
-        return None
-    gpus = cfg.actor_num_gpus if cfg.colocate else cfg.actor_num_gpus + cfg.rollout_num_gpus
-    have = int(ray.cluster_resources().get("GPU", 0))
-    if have < gpus:
-        raise ValueError(f"the run needs {gpus} GPUs, the Ray cluster has {have}; set actor_num_gpus and rollout_num_gpus "
-                         "lower, set colocate=True, or add nodes (ray start --address=...)")
-    group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="PACK")
-    stack.callback(ray.util.remove_placement_group, group)
-    ray.get(group.ready(), timeout=cfg.start_timeout_s)
-    bundles = sorted_bundles(group, gpus, cfg.start_timeout_s)                # [(bundle, gpu id)] node by node
-    trainers = [(group, bundle) for bundle, _ in bundles[:cfg.actor_num_gpus]]
-    rest = bundles if cfg.colocate else bundles[cfg.actor_num_gpus:]
-    engines = [(group, *rest[i]) for i in range(0, cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine)]
-    return trainers, engines
-
-
-def sorted_bundles(group, count: int, timeout_s: float) -> list[tuple[int, int]]:
-    """(bundle index, GPU id on its node), sorted by node and GPU, so that one engine's GPUs lie side by side."""
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    @ray.remote(num_gpus=1)
-    def where():
-        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
-    places = ray.get([where.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=i)).remote() for i in range(count)], timeout=timeout_s)
-    order = sorted(range(count), key=lambda i: places[i])
-    return [(i, places[i][1]) for i in order]
 
 
 def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
@@ -207,24 +176,35 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
     if source.endswith(".py"):
         stage_dir = run_dir / f"stage_{pathlib.Path(source).stem}"
         if not (stage_dir / "done").exists():
-            stage = base.load(source, [f"--seed={cfg.seed}", f"--rollout_seed={cfg.rollout_seed}"])
             print(f"first {source}, in {stage_dir}", flush=True)
-            launch(stage, stage_dir)
+            if not launch(stage_config(cfg, stage_dir), stage_dir):
+                sys.exit(f"stopped in the first stage; go on with the same command and --resume={run_dir}")
             (stage_dir / "done").touch()
         return str(max((stage_dir / "hf").glob("iter_*")))
     return str(convert.HFReader(source).folder)
 
 
-def stop_on_signal() -> threading.Event:
-    """SIGTERM: the step is finished and saved, then the run ends. A second one ends it at once."""
+def stage_config(cfg: base.Config, stage_dir: pathlib.Path | None = None) -> base.Config:
+    """The run file that goes first: its own settings, but our seeds and our machine."""
+    inherited = {key: getattr(cfg, key) for key in ("seed", "rollout_seed", "device", "deterministic", "on_invariant")}
+    inherited |= {"save_hf": True} | ({"ray_address": cfg.ray_address} if cfg.ray_address else {})
+    if stage_dir and latest_checkpoint(stage_dir):
+        inherited["resume"] = str(stage_dir)                     # it was stopped half-way
+    return base.load(cfg.hf_checkpoint, [f"--{key}={value}" for key, value in inherited.items()])
+
+
+def stop_on_signal(stack: contextlib.ExitStack) -> threading.Event:
+    """SIGTERM or Ctrl-C: the step is finished and saved, then the run ends. A second one ends it at once."""
     stop = threading.Event()
 
     def handle(*_):
         if stop.is_set():
             sys.exit("stopped by a second signal; the last checkpoint is good")
         stop.set()
+        print("stopping after this step; once more to stop now", flush=True)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handle)
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, kind, signal.signal(kind, handle))     # back to the old one when this run ends
     return stop
 
 
@@ -260,7 +240,7 @@ def train_metrics(answer: dict) -> dict[str, float]:
 
 
 def check_invariants(cfg: base.Config, step: int, steps: list[dict], metrics: dict, warn) -> None:
-    """Cheap checks of every step (DESIGN: always-on invariants). A breach says what it means and what to look at first."""
+    """Cheap checks of every step. A breach says what it means and what to look at first."""
     breaches = []
     if cfg.loss_type == "policy":
         tight = 1e-6 if cfg.dtype == "float32" else 1e-3
@@ -270,7 +250,7 @@ def check_invariants(cfg: base.Config, step: int, steps: list[dict], metrics: di
                             "did not come back?")
         if step == 0 and cfg.use_kl_loss and not cfg.ref_load and abs(steps[0]["kl_loss"]) > tight:
             breaches.append(f"kl_loss is {steps[0]['kl_loss']:.3g} at step 0 although the reference is the initial policy: "
-                            "the reference's weights are others. Was the run resumed from a checkpoint without --resume?")
+                            "the reference's weights are others. Did the swap in actor.TrainActor.train bring them back?")
         diff, stale = metrics["train/train_rollout_logprob_abs_diff"], metrics["rollout/stale_tokens"]
         if diff > cfg.max_logprob_diff and not stale and cfg.rollout_top_p == 1 and cfg.rollout_top_k == -1:
             breaches.append(f"mean |logp - rollout_logp| is {diff:.3g}, above max_logprob_diff {cfg.max_logprob_diff:.3g}: "
@@ -294,6 +274,8 @@ def check(cfg: base.Config) -> None:
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)
+    if isinstance(cfg.hf_checkpoint, str) and cfg.hf_checkpoint.endswith(".py"):
+        check(stage_config(cfg))
 
 
 def describe(cfg: base.Config) -> str:
@@ -314,6 +296,8 @@ def describe(cfg: base.Config) -> str:
     for engine in range(engines):
         at = engine * width + (0 if cfg.colocate else cfg.actor_num_gpus)
         lines.append(f"  {unit} {at}{f'-{at + width - 1}' if width > 1 else ''}: engine {engine}")
+    if isinstance(cfg.hf_checkpoint, str) and cfg.hf_checkpoint.endswith(".py"):
+        lines.append(f"first: {cfg.hf_checkpoint}, whose result is the model")
     lines.append(f"each step: {cfg.rollout_batch_size} prompts x {base.samples_per_group(cfg)} samples = "
                  f"{cfg.num_steps_per_rollout} optimizer step(s) of {cfg.global_batch_size} samples; "
                  f"weights travel by {cfg.update_weight_transport}")
@@ -324,6 +308,8 @@ def find_run_dir(cfg: base.Config, run_file: str) -> pathlib.Path:
     stem, root = pathlib.Path(run_file).stem, pathlib.Path(cfg.output_dir)
     if isinstance(cfg.resume, str):
         folder = pathlib.Path(cfg.resume)
+        if not latest_checkpoint(folder) and not any(folder.glob("stage_*")):
+            raise ValueError(f"--resume: {folder} holds no checkpoint; name the folder of a run, outputs/...")
     elif cfg.resume:
         runs = sorted(root.glob(f"{cfg.run_name or stem + '-*'}"), key=lambda p: p.stat().st_mtime)
         runs = [run for run in runs if latest_checkpoint(run)]
@@ -338,10 +324,15 @@ def find_run_dir(cfg: base.Config, run_file: str) -> pathlib.Path:
     return folder.absolute()
 
 
-def launch(cfg: base.Config, run_dir: pathlib.Path) -> None:
+def launch(cfg: base.Config, run_dir: pathlib.Path) -> bool:
     run_dir.mkdir(parents=True, exist_ok=True)
-    base.save(cfg, run_dir / "config.json")
-    train(cfg, run_dir)
+    file = run_dir / "config.json"
+    before = json.loads(file.read_text()) if cfg.resume and file.exists() else {}
+    base.save(cfg, file)
+    for key, value in json.loads(file.read_text()).items():
+        if key != "resume" and key in before and before[key] != value:
+            print(f"resumed with another {key}: {before[key]!r} before, {value!r} now", flush=True)
+    return train(cfg, run_dir)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import convert
+from engines import free_port
 
 GROUP = "nanoslime_weights"
 
@@ -132,6 +133,7 @@ class WeightSync:
         Rank 0 returns {"bytes", "expected"}: how much was sent, and with check=True the checksum of every engine parameter
         as it must be now (see expected_checksums). The others return {}.
         """
+        assert "weights" not in {kind for _, kind, _ in self.model.away.values()}, "weights are off the GPU: wake() first"
         if self.model.grid.dp_rank != 0:
             return {}
         sender = self.model.grid.rank == 0
@@ -191,7 +193,8 @@ class WeightSync:
         self.post(leave, "/destroy_weights_update_group", [{"group_name": GROUP}] * len(leave))
         per_engine, limit_s = self.cfg.rollout_num_gpus_per_engine, self.cfg.train_timeout_s
         world = 1 + per_engine * len(urls)
-        host, port = socket.gethostbyname(socket.gethostname()), free_port()
+        host = socket.gethostbyname(socket.gethostname())
+        port = free_port(host)
         backend = "nccl" if self.cfg.device == "cuda" else "gloo"
         joined = self.pool.submit(init_custom_process_group, backend=backend, init_method=f"tcp://{host}:{port}",
                                   world_size=world, rank=0, group_name=GROUP, timeout=datetime.timedelta(seconds=limit_s))
@@ -239,12 +242,6 @@ class WeightSync:
         done, _ = wait(answers, return_when=FIRST_EXCEPTION)
         for answer in done:
             answer.result()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return s.getsockname()[1]
 
 
 # ---- Verifying -------------------------------------------------------------------------------------------------------

@@ -37,15 +37,15 @@ class Config:
     run_name: str | None = None              # run folder's name; None: the run file's name and the time
     resume: bool | str = False               # True: go on with the newest run of this run file; or that run's folder
     seed: int = 1234                         # of the trainers: initial weights, dropout
-    rollout_seed: int = 42                   # of the data: shuffling and the sampling seed of every request
-    deterministic: bool = False              # same seeds, same metrics, bit for bit (slower; the engine must support it)
+    rollout_seed: int = 42                   # of the data: shuffling and, with deterministic, each request's sampling
+    deterministic: bool = False              # same seeds, same metrics: bit for bit on a CPU, on a GPU as its kernels allow
     save_interval: int | None = None         # steps between checkpoints (the last step is always saved); None: only then
     save_hf: bool = True                     # each checkpoint also as a Hugging Face folder that transformers loads
     keep_checkpoints: int = 2                # older ones are deleted once a newer one is complete
     log_samples: int = 3                     # samples shown in the terminal's table each step
     use_wandb: bool = False                  # log to Weights & Biases too (pip install wandb)
     wandb_project: str = "nanoslime"
-    on_invariant: Literal["raise", "warn"] = "raise"  # when a number that must hold does not (DESIGN: always-on checks)
+    on_invariant: Literal["raise", "warn"] = "raise"  # when a number that must hold does not (README has the list)
     max_logprob_diff: float | None = None    # bound on mean |logp - rollout_logp|; None: 1e-4 in fp32, 0.05 in bf16
 
     # ---- machines --------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def resolve(cfg: Config) -> Config:
         new["rollout_num_gpus"] = cfg.actor_num_gpus if cfg.colocate else cfg.rollout_num_gpus_per_engine
     for key in ("offload_train", "offload_rollout"):
         if getattr(cfg, key) is None:
-            new[key] = cfg.colocate and device == "cuda"
+            new[key] = cfg.colocate and device == "cuda" and cfg.loss_type != "sft"
     if cfg.update_weight_transport == "auto":
         new["update_weight_transport"] = "tensor" if cfg.colocate else "distributed"
     if cfg.global_batch_size is None:
@@ -415,6 +415,8 @@ def has_row_rewards(cfg: Config) -> bool:
 
 
 def validate_eval(cfg: Config) -> None:
+    need(not cfg.eval_prompt_data or cfg.loss_type != "sft", "loss_type='sft' starts no engine, so nothing can be evaluated; "
+         "remove eval_prompt_data, and evaluate in the run that comes after it")
     need(cfg.eval_interval is None or cfg.eval_prompt_data, "eval_interval is set but there is nothing to evaluate on; "
          "set eval_prompt_data = dict(name='file.jsonl')")
     allowed = eval_fields()

@@ -26,14 +26,14 @@ rollout_batch_size = 64           # P prompts
 n_samples_per_prompt = 8          # n: 512 samples a step
 num_rollout = 50
 rollout_shuffle = True
-rollout_max_response_len = 6      # three digits and the end token are enough
+rollout_max_response_len = 6      # three digits and the end token, and room to be wrong
 eval_interval = 10
+save_interval = 10                # python train.py configs/demo_cpu.py --resume goes on from there
 
 advantage_estimator = "grpo"
-eps_clip_high = 0.28              # DAPO's clip-higher
 lr = 1e-4
 weight_decay = 0.0
 
-colocate = True                   # one CPU process each, weights by shared memory
+colocate = True                   # trainer and engine, one process each on the same cores; weights by shared memory
 max_tokens_per_gpu = 8192         # 512 samples of 10 tokens: one micro-batch
 sglang = dict(max_running_requests=256)

@@ -39,7 +39,7 @@ def test_every_sink_gets_every_number(tmp_path, monkeypatch, capsys):
             assert {e.step: e.value for e in events.Scalars(name)}[step] == pytest.approx(value, rel=1e-6)
     assert finished == [0]
     out = capsys.readouterr().out            # no terminal: one plain line a step
-    assert [line.split(":")[0] for line in out.splitlines()] == ["step 0", "step 1"] and "loss 1.5" in out
+    assert [line.split(":")[0] for line in out.splitlines()] == ["step 0", "step 1"] and "reward 0.25" in out
 
 
 def test_a_missing_wandb_is_said(tmp_path, monkeypatch):
