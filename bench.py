@@ -50,7 +50,7 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
     """Run the loop and the bare engine side by side for `steps` steps. -> the report, with one row of seconds a step"""
     begin, rows = time.perf_counter(), []
     with contextlib.ExitStack() as stack:
-        engines, trainers, rollout, logs, _, _, dp_size = train.start(cfg, run_dir, stack)
+        cfg, engines, trainers, rollout, logs, _, _, dp_size = train.start(cfg, run_dir, stack)
         start_s = time.perf_counter() - begin
         for step in range(steps + 1):        # the first one warms up
             groups = rollout.data.get_samples(cfg.rollout_batch_size)

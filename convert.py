@@ -16,6 +16,7 @@ Left out on purpose: reading a slice of a file per TP rank (each reads the whole
 
 import argparse
 import json
+import math
 import re
 import shutil
 import sys
@@ -456,6 +457,10 @@ class HFReader:
 
     def __call__(self, name: str) -> Tensor:
         return self.files[self.where[name]].get_tensor(name)  # on the CPU, dtype as stored
+
+    def num_parameters(self) -> int:
+        """From the headers alone."""
+        return sum(math.prod(self.files[self.where[name]].get_slice(name).get_shape()) for name in self.names())
 
     def names(self) -> list[str]:
         """The names to be used: exactly hf_names(hf_config), in the order of the files."""

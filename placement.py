@@ -3,17 +3,19 @@ placement.py: who runs where? A Ray started or joined, and a GPU for every train
 
     Ray cluster --one placement group, a bundle per GPU--> bundles node by node --> trainer ranks first, engines after them
                                                                                   (colocated: both from the first bundle on)
+    memory of one GPU, what training needs --share_memory--> who leaves the GPU while the other works
 
-Test:  pytest tests/test_loop.py
+Test:  pytest tests/test_placement.py tests/test_loop.py
 Knows nothing about: what runs there. On a machine with no GPU there is nothing to place: everything runs on its CPU.
 """
 import contextlib
+import dataclasses
 import os
 import pathlib
 
 
-def start_ray(cfg, stack: contextlib.ExitStack) -> tuple[list, list] | None:
-    """-> (placement of each trainer rank, placement of each engine); None on a machine with no GPU."""
+def start_ray(cfg, stack: contextlib.ExitStack) -> tuple[list, list, int] | None:
+    """-> (placement of each trainer rank, of each engine, bytes of the smallest GPU); None on a machine with no GPU."""
     import ray
     if not ray.is_initialized():
         os.environ.setdefault("RAY_worker_niceness", "0")        # Ray's 15 would let anything else on a laptop starve us
@@ -33,22 +35,49 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> tuple[list, list] | None:
     group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="PACK")
     stack.callback(ray.util.remove_placement_group, group)
     ray.get(group.ready(), timeout=cfg.start_timeout_s)
-    bundles = sorted_bundles(group, gpus, cfg.start_timeout_s)                # [(bundle, gpu id)] node by node
-    trainers = [(group, bundle) for bundle, _ in bundles[:cfg.actor_num_gpus]]
+    bundles = sorted_bundles(group, gpus, cfg.start_timeout_s)
+    trainers = [(group, bundle) for bundle, _, _ in bundles[:cfg.actor_num_gpus]]
     rest = bundles if cfg.colocate else bundles[cfg.actor_num_gpus:]
-    engines = [(group, *rest[i]) for i in range(0, cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine)]
-    return trainers, engines
+    engines = [(group, *rest[i][:2]) for i in range(0, cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine)]
+    return trainers, engines, min(size for _, _, size in bundles)
 
 
-def sorted_bundles(group, count: int, timeout_s: float) -> list[tuple[int, int]]:
-    """(bundle index, GPU id on its node), sorted by node and GPU, so that one engine's GPUs lie side by side."""
+def sorted_bundles(group, count: int, timeout_s: float) -> list[tuple[int, int, int]]:
+    """(bundle index, GPU id on its node, its bytes), by node and GPU, so that one engine's GPUs lie side by side."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     @ray.remote(num_gpus=1)
     def where():
-        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+        import pynvml
+        pynvml.nvmlInit()
+        gpu = int(ray.get_gpu_ids()[0])
+        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu))
+        return ray.util.get_node_ip_address(), gpu, memory.total
     places = ray.get([where.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=i)).remote() for i in range(count)], timeout=timeout_s)
     order = sorted(range(count), key=lambda i: places[i])
-    return [(i, places[i][1]) for i in order]
+    return [(i, *places[i][1:]) for i in order]
+
+
+def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
+    """The Config with offload_train, offload_rollout and the engine's memory settled, where it leaves them open.
+
+    What training holds on one rank: weights and fp32 gradients (2 + 4 bytes a parameter), fp32 weights and Adam's two moments
+    (12, split over data-parallel ranks), activations (about 36 bytes for each token, layer and hidden unit without
+    recomputation; 2 with it), and a chunk of logits. If that and a useful engine fit beside each other, nobody moves.
+    """
+    if not cfg.colocate or cfg.device == "cpu":
+        return dataclasses.replace(cfg, offload_train=False, offload_rollout=False)
+    tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
+    dp = cfg.actor_num_gpus // (tp * pp) if cfg.use_distributed_optimizer else 1
+    recomputed = cfg.megatron.get("recompute_granularity") == "full"
+    units = cfg.max_tokens_per_gpu * hf_config.num_hidden_layers * hf_config.hidden_size
+    training = (parameters / (tp * pp) * (6 + 12 / dp) + units / (tp * pp) * (2 if recomputed else 36)
+                + 16 * cfg.log_probs_chunk_size * hf_config.vocab_size / tp)
+    share = training / gpu_bytes + 0.05      # CUDA's own memory on both sides
+    stay = share < 0.5
+    new = {key: not stay for key in ("offload_train", "offload_rollout") if getattr(cfg, key) is None}
+    alone = new.get("offload_train", cfg.offload_train)
+    fraction = 0.85 if alone else round(max(0.9 - share, 0.1), 2)
+    return dataclasses.replace(cfg, sglang={"mem_fraction_static": fraction} | cfg.sglang, **new)

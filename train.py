@@ -36,7 +36,7 @@ from configs import base
 def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
     """One run, from the model folder to the last checkpoint in run_dir. -> False where a signal stopped it before its end"""
     with contextlib.ExitStack() as stack:
-        engines, trainers, rollout, logs, first_step, num_rollout, dp_size = start(cfg, run_dir, stack)
+        cfg, engines, trainers, rollout, logs, first_step, num_rollout, dp_size = start(cfg, run_dir, stack)
         stop = stop_on_signal(stack)         # after ray.init, which sets a handler of its own
 
         if first_step == 0 and cfg.eval_prompt_data and not cfg.skip_eval_before_train:
@@ -101,7 +101,7 @@ def due(interval: int | None, step: int) -> bool:
 
 # ---- Starting --------------------------------------------------------------------------------------------------------
 def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) -> tuple:
-    """Bring both sides up, at the same time. Whatever was started is on the stack and ends with it."""
+    """Bring both sides up, at the same time unless they share GPUs. Whatever was started is on the stack and ends with it."""
     import ray                               # heavy imports here: most errors in a config are found without them
     from transformers import AutoTokenizer
 
@@ -111,22 +111,27 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     from rollout import FileRollout, Rollout
     model_dir = resolve_model(cfg, run_dir)
     hf_config = convert.load_hf_config(model_dir)
-    convert.HFReader(model_dir, hf_config)   # a damaged or incomplete model is refused here, before anything is started
+    reader = convert.HFReader(model_dir, hf_config)              # refuses a damaged or incomplete model
     # The prompts are read before anything heavy starts: a broken line must not cost minutes.
     data = buffer.DataSource(cfg, AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings)
     num_rollout = cfg.num_rollout
     if num_rollout is None:
         num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
 
-    places = placement.start_ray(cfg, stack)
+    trainer_places, engine_places, gpu_bytes = placement.start_ray(cfg, stack) or (None, None, 0)
+    cfg = placement.share_memory(cfg, hf_config, reader.num_parameters(), gpu_bytes)
     with ThreadPoolExecutor(1) as pool:
+        trainers = Trainers(cfg, trainer_places)
+        stack.callback(trainers.stop)
         engines, engines_up = None, None
         if cfg.loss_type != "sft":
-            engines = Engines(cfg, run_dir, model_dir, places and places[1])
+            engines = Engines(cfg, run_dir, model_dir, engine_places)
             stack.callback(engines.stop)
             engines_up = pool.submit(engines.start)
-        trainers = Trainers(cfg, places and places[0])
-        stack.callback(trainers.stop)
+            if cfg.colocate and cfg.device == "cuda":            # an engine takes a share of the memory that it finds free
+                engines_up.result()
+                if cfg.offload_rollout:
+                    engines.sleep()
         reference = (cfg.ref_load or model_dir) if cfg.use_kl_loss or cfg.kl_coef else None
         facts = trainers.start(model_dir, reference, num_rollout * cfg.num_steps_per_rollout,
                                cfg.update_weight_disk_dir or str(run_dir / "weights"))
@@ -151,13 +156,17 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
             if cfg.offload_train:
                 trainers.sleep()
         rollout.resync = resync
+        if cfg.offload_rollout:
+            engines.wake(["weights"])
         trainers.push_weights(engines, extra["step"])            # the engines' weights are the trainers', checked
         if cfg.offload_train:
             trainers.sleep()
+        if cfg.offload_rollout:
+            engines.wake(["kv_cache", "cuda_graph"])
     stack.callback(rollout.close)
     if checkpoint:
         data.load_state_dict(extra["data"])
-    return engines, trainers, rollout, logs, extra["step"], num_rollout, facts["dp_size"]
+    return cfg, engines, trainers, rollout, logs, extra["step"], num_rollout, facts["dp_size"]
 
 
 def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:

@@ -126,6 +126,10 @@ class WeightSync:
         if cfg.device == "cpu":
             # NOTE: with the default strategy the engine, not our child, refuses the handle and dies.
             torch.multiprocessing.set_sharing_strategy("file_system")
+        elif cfg.update_weight_transport == "tensor":
+            # NOTE: Ray shows us one GPU, which is our 0; the engine sees them all. The patch names a GPU by its UUID.
+            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+            monkey_patch_torch_reductions()
 
     def push(self, version: int, urls: list[str], check: bool) -> dict:
         """Send this model's weights to the engines at `urls`. Every rank calls it.

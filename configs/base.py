@@ -55,8 +55,8 @@ class Config:
     rollout_num_gpus: int | None = None      # for all engines together; None: as many as the trainers when colocated
     rollout_num_gpus_per_engine: int = 1     # tensor-parallel size of one SGLang engine
     colocate: bool = False                   # engines and trainers share the same GPUs, in turns
-    offload_train: bool | None = None        # colocated: trainers leave the GPU during generation; None: yes on a GPU
-    offload_rollout: bool | None = None      # colocated: engines leave the GPU during training;    None: yes on a GPU
+    offload_train: bool | None = None        # colocated: trainers leave the GPU during generation; None: if they must
+    offload_rollout: bool | None = None      # colocated: engines leave the GPU during training;    None: if they must
     start_timeout_s: float = 600.0           # for Ray, every engine and every trainer to be up
     train_timeout_s: float = 1800.0          # for one pass of the trainers, and for one collective inside it
 
@@ -279,8 +279,8 @@ def resolve(cfg: Config) -> Config:
     if cfg.rollout_num_gpus is None:
         new["rollout_num_gpus"] = cfg.actor_num_gpus if cfg.colocate else cfg.rollout_num_gpus_per_engine
     for key in ("offload_train", "offload_rollout"):
-        if getattr(cfg, key) is None:
-            new[key] = cfg.colocate and device == "cuda" and cfg.loss_type != "sft"
+        if not (cfg.colocate and device == "cuda" and cfg.loss_type != "sft") and getattr(cfg, key) is None:
+            new[key] = False                 # else placement.share_memory decides, when it sees the GPU
     if cfg.update_weight_transport == "auto":
         new["update_weight_transport"] = "tensor" if cfg.colocate else "distributed"
     if cfg.global_batch_size is None:
