@@ -30,6 +30,10 @@ from configs import base
 from engines import free_port
 
 
+PHASES = ("rollout", "engines_sleep", "trainers_wake", "train", "engines_wake_weights", "update_weights", "trainers_sleep",
+          "engines_wake_cache")
+
+
 def bare_engine(engines, payloads: list[dict]) -> tuple[float, int]:
     """All payloads straight to the engines, in turns, with no router, sample or reward. -> seconds, tokens generated"""
     async def one(session, i, payload):
@@ -71,20 +75,34 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
 
 
 def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollout, logs) -> dict[str, float]:
-    """train.py's step for engines that share no GPU with the trainers. -> its seconds and counts"""
+    """train.py's step, with a phase for each part of the hand-over. -> its seconds and counts"""
     with logs.phase("rollout"):
         result = rollout.generate(step)
+    with logs.phase("engines_sleep"):
+        if cfg.offload_rollout:
+            engines.sleep()
+    with logs.phase("trainers_wake"):
+        if cfg.offload_train:
+            trainers.wake()
     with logs.phase("train"):
         data = buffer.to_train_data(cfg, result.samples, result.rewards)
         answer = trainers.train(step, data, buffer.plan(cfg, data, dp_size))
         metrics = result.metrics | train.train_metrics(answer)
         train.check_invariants(cfg, step, answer["steps"], metrics, logs.print)
+    with logs.phase("engines_wake_weights"):
+        if cfg.offload_rollout:
+            engines.wake(["weights"])
     with logs.phase("update_weights"):
         metrics |= trainers.push_weights(engines, step + 1)
         rollout.weight_version = step + 1
+    with logs.phase("trainers_sleep"):
+        if cfg.offload_train:
+            trainers.sleep()
+    with logs.phase("engines_wake_cache"):
+        if cfg.offload_rollout:
+            engines.wake(["kv_cache", "cuda_graph"])
     metrics = logs.step(step, metrics)
-    return {"step_s": metrics["perf/step_time"], "rollout_s": metrics["perf/rollout_time"],
-            "train_s": metrics["perf/train_time"], "update_weights_s": metrics["perf/update_weights_time"],
+    return {f"{name}_s": metrics[f"perf/{name}_time"] for name in PHASES + ("step",)} | {
             "in_trainers_s": answer["times"]["train_time"], "optimizer_s": answer["times"]["actor_train_time"],
             "rollout_tokens": sum(s.response_length for s in result.samples),
             "train_tokens": sum(len(s.tokens) for s in result.samples), "bytes": metrics["perf/update_weights_bytes"]}
@@ -95,7 +113,7 @@ def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
     n = len(rows)
     mean = {key: sum(row[key] for row in rows) / n for key in rows[0]}
     loop_rate, bare_rate = mean["rollout_tokens"] / mean["rollout_s"], mean["bare_tokens"] / mean["bare_s"]
-    parts = {key: mean[f"{key}_s"] for key in ("rollout", "train", "update_weights")}
+    parts = {name: mean[f"{name}_s"] for name in PHASES}
     return {
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", "machine": f"{platform.machine()}, {cfg.device}", "steps": n,
         "start_s": start_s,
@@ -117,9 +135,10 @@ def table(report: dict) -> str:
              "update_weights": f"{report['update_weights_bytes'] / 1e6:.1f} MB",
              "step": f"of which fixed (all but generating and the trainers' work): {report['fixed_cost_s']:.3f} s"}
     lines = [f"{report['date']}  {report['machine']}  {report['steps']} steps after 1 to warm up; "
-             f"start-up {report['start_s']:.1f} s", f"{'phase':<16}{'s/step':>9}{'share':>8}   rate"]
-    for name in ("rollout", "train", "update_weights", "other", "step"):
-        lines.append(f"{name:<16}{seconds[name]:>9.3f}{seconds[name] / seconds['step']:>8.0%}   {rates.get(name, '')}")
+             f"start-up {report['start_s']:.1f} s", f"{'phase':<21}{'s/step':>9}{'share':>8}   rate"]
+    for name in (*PHASES, "other", "step"):
+        if seconds[name] >= 0.0005 or name == "other":           # nobody leaves the GPU where both sides fit
+            lines.append(f"{name:<21}{seconds[name]:>9.3f}{seconds[name] / seconds['step']:>8.0%}   {rates.get(name, '')}")
     return "\n".join(lines)
 
 

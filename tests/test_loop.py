@@ -118,7 +118,7 @@ def test_sigterm_saves_and_exits(run_file, tmp_path):
     wait_for((tmp_path / "term" / "samples.jsonl").exists, 240, process)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "go on with --resume" in out, out[-3000:]
+    assert process.returncode == 0 and "go on with the same command and --resume" in out, out[-3000:]
     saved = int((tmp_path / "term" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == metrics(tmp_path / "term")[-1]["step"] + 1
 
