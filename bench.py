@@ -25,6 +25,7 @@ import time
 import aiohttp
 
 import buffer
+import checks
 import train
 from configs import base
 from engines import free_port
@@ -87,8 +88,9 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
     with logs.phase("train"):
         data = buffer.to_train_data(cfg, result.samples, result.rewards)
         answer = trainers.train(step, data, buffer.plan(cfg, data, dp_size))
-        metrics = result.metrics | train.train_metrics(answer)
-        train.check_invariants(cfg, step, answer["steps"], metrics, logs.print)
+        metrics = result.metrics | checks.train_metrics(answer)
+        metrics |= checks.staleness(cfg, step, result.samples)
+        checks.check_invariants(cfg, step, answer["steps"], metrics, logs.print)
     with logs.phase("engines_wake_weights"):
         if cfg.offload_rollout:
             engines.wake(["weights"])

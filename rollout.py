@@ -17,6 +17,7 @@ Test:  pytest tests/test_rollout.py
 Knows nothing about: trainers, losses. After a restart it asks `resync` (train.py's) to push the weights again.
 """
 import asyncio
+import concurrent.futures
 import inspect
 import json
 import pathlib
@@ -73,7 +74,7 @@ class Rollout:
         self.on_progress = on_progress       # (finished, wanted) groups, from the event loop's thread
         self.resync: Callable[[list[int]], None] = lambda ranks: None
         self.weight_version = 0
-        self.retries = 0                     # requests repeated in this step
+        self.retries, self.restarted = 0, 0  # in this step: requests repeated, samples begun anew
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True).start()
         self.session: aiohttp.ClientSession | None = None
@@ -83,8 +84,12 @@ class Rollout:
     def run(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
+    def start(self, step: int) -> concurrent.futures.Future:
+        """Begin to generate a step's samples; the Future's result() has them."""
+        return asyncio.run_coroutine_threadsafe(self.generate_async(step), self.loop)
+
     def generate(self, step: int) -> RolloutResult:
-        return self.run(self.generate_async(step))
+        return self.start(step).result()
 
     def evaluate(self, step: int) -> dict[str, float]:
         return self.run(self.evaluate_async(step))
@@ -110,7 +115,7 @@ class Rollout:
     # ---- One step ------------------------------------------------------------------------------------------------------
     async def generate_async(self, step: int) -> RolloutResult:
         """rollout_batch_size groups to train on. Raises where the filter leaves nothing, or nothing can be generated."""
-        cfg, begin, self.retries = self.cfg, time.perf_counter(), 0
+        cfg, begin, self.retries, self.restarted = self.cfg, time.perf_counter(), 0, 0
         outcomes, drops = Counter(), Counter()
         kept: list[list[Sample]] = []
         pending: dict[asyncio.Task, list[Sample]] = {}
@@ -200,12 +205,9 @@ class Rollout:
         """With partial_rollout samples keep their tokens and go on later; else they start again. No prompt is lost."""
         for group in groups:
             for sample in group:
-                keep_tokens = self.cfg.partial_rollout and sample.status != Status.FAILED
-                if not keep_tokens:
-                    prompt_len = len(sample.tokens) - sample.response_length
-                    sample.tokens, sample.response, sample.response_length = sample.tokens[:prompt_len], "", 0
-                    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [], [], []
-                if not keep_tokens or sample.status == Status.ABORTED:
+                if not self.cfg.partial_rollout or sample.status == Status.FAILED:
+                    start_over(sample)
+                elif sample.status == Status.ABORTED:
                     sample.status = Status.PENDING
                 sample.reward = None
         self.data.add_samples(groups)
@@ -238,6 +240,10 @@ class Rollout:
         if cfg.mask_offpolicy_in_partial_rollout and sample.response_length:     # older weights' tokens: context, not trained
             versions = sample.weight_versions or [-1] * sample.response_length
             sample.loss_mask = [m if v == self.weight_version else 0 for m, v in zip(sample.loss_mask, versions)]
+        trained = [v for v, mask in zip(sample.weight_versions, sample.loss_mask) if mask and v >= 0]
+        if trained and self.weight_version + cfg.async_mode - min(trained) > cfg.max_staleness:
+            start_over(sample)
+            self.restarted += 1
         if sample.status in (Status.COMPLETED, Status.TRUNCATED):
             samples = [sample]               # finished before its group was aborted
         elif cfg.custom_generate_function is not None:
@@ -288,10 +294,10 @@ class Rollout:
         meta = out["meta_info"]
         pairs = meta["output_token_logprobs"]                    # [(log-prob, token id, text), ...]
         sample.append([pair[1] for pair in pairs], [pair[0] for pair in pairs], version=int(meta.get("weight_version") or 0))
-        sample.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED,
-                         "abort": Status.ABORTED}[meta["finish_reason"]["type"]]
+        finish = meta["finish_reason"]
+        sample.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[finish["type"]]
         ids = sample.tokens[len(sample.tokens) - sample.response_length:]
-        if ids and ids[-1] == self.tokenizer.eos_token_id:       # for rewards and people; the token itself is trained
+        if ids and ids[-1] == finish.get("matched"):             # the end token: it is trained, but no part of the answer
             ids = ids[:-1]
         sample.response = self.tokenizer.decode(ids, skip_special_tokens=self.cfg.rollout_skip_special_tokens)
         return sample
@@ -392,6 +398,7 @@ class Rollout:
             "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
             "rollout/stale_tokens": mean(v < self.weight_version for s in samples
                                          for v, mask in zip(s.weight_versions, s.loss_mask) if mask and v >= 0),
+            "rollout/restarted_stale": self.restarted,
             "rollout/request_retries": self.retries, "rollout/engine_restarts": self.engines.restarts,
             "rollout/waiting_groups": len(self.data.buffer),
             "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
@@ -421,6 +428,13 @@ class FileRollout:
 
     def close(self) -> None:
         pass
+
+
+def start_over(sample: Sample) -> None:
+    """Forget the response."""
+    sample.tokens = sample.tokens[:len(sample.tokens) - sample.response_length]
+    sample.response, sample.response_length, sample.status, sample.reward = "", 0, Status.PENDING, None
+    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [], [], []
 
 
 def mean(values) -> float:

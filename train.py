@@ -10,9 +10,13 @@ train.py: what happens when? Start both sides, then the loop: generate, train, s
     engines   generate |sleep|................|wake w|sync|wake kv   engines   generate |.........|sync|
     trainers  .........|wake |ref, old, train |......|sync|sleep     trainers  .........| train   |sync|
 
+    async_mode (separate GPUs): one step off                         engines   generate 1 |sync| generate 2 |sync|
+                                                                     trainers  train 0    |sync| train 1    |sync|
+
 Test:  pytest tests/test_loop.py
 Knows nothing about: how anything is done. Every phase and every memory hand-over is a line of the loop below.
 """
+import concurrent.futures
 import contextlib
 import datetime
 import json
@@ -22,10 +26,10 @@ import shutil
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import algos
 import buffer
+import checks
 import convert
 import placement
 import rewards
@@ -44,9 +48,14 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                 logs.write(-1, rollout.evaluate(-1))             # step -1: before any training
 
         logs.start_step()
+        ahead = None                                             # async_mode: the next step's samples, being generated
         for step in range(first_step, num_rollout):
-            with logs.phase("rollout"):
-                result = rollout.generate(step)                  # P groups of n Samples: tokens, masks, log-probs, rewards
+            last = step + 1 == num_rollout
+            with logs.phase("rollout"):                          # P groups of n Samples: tokens, masks, log-probs, rewards
+                result = ahead.result() if ahead else rollout.generate(step)
+            data_state = rollout.data.state_dict()               # a resumed run asks for what comes after these samples
+            if cfg.async_mode and not last:
+                ahead = rollout.start(step + 1)                  # by the present weights, while these learn
             with logs.phase("offload"):
                 if cfg.offload_rollout:
                     engines.sleep()
@@ -56,10 +65,13 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                 data = buffer.to_train_data(cfg, result.samples, result.rewards)
                 plan = buffer.plan(cfg, data, dp_size)           # optimizer steps x ranks x micro-batches; loss_weights too
                 answer = trainers.train(step, data, plan)
-            metrics = result.metrics | train_metrics(answer)
-            check_invariants(cfg, step, answer["steps"], metrics, logs.print)
+            metrics = result.metrics | checks.train_metrics(answer)
+            metrics |= checks.staleness(cfg, step, result.samples)
+            checks.check_invariants(cfg, step, answer["steps"], metrics, logs.print)
 
-            last = step + 1 == num_rollout
+            if ahead:
+                with logs.phase("rollout"):                      # weights change between batches, never inside an answer
+                    concurrent.futures.wait([ahead])
             if engines is not None:
                 with logs.phase("offload"):
                     if cfg.offload_rollout:
@@ -83,7 +95,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                         engines.sleep(["kv_cache", "cuda_graph"])
                     if cfg.offload_train:
                         trainers.wake()
-                    save(cfg, run_dir, step + 1, trainers, rollout)
+                    save(cfg, run_dir, step + 1, trainers, data_state)
                     if cfg.offload_train:
                         trainers.sleep()
                     if cfg.offload_rollout:
@@ -120,7 +132,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
 
     trainer_places, engine_places, gpu_bytes = placement.start_ray(cfg, stack) or (None, None, 0)
     cfg = placement.share_memory(cfg, hf_config, reader.num_parameters(), gpu_bytes)
-    with ThreadPoolExecutor(1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
         trainers = Trainers(cfg, trainer_places)
         stack.callback(trainers.stop)
         engines, engines_up = None, None
@@ -218,10 +230,10 @@ def stop_on_signal(stack: contextlib.ExitStack) -> threading.Event:
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
-def save(cfg: base.Config, run_dir: pathlib.Path, step: int, trainers, rollout) -> None:
+def save(cfg: base.Config, run_dir: pathlib.Path, step: int, trainers, data_state: dict) -> None:
     """checkpoints/iter_<step>: weights, optimizer, RNG, data position, waiting groups; then the marker; then old ones go."""
     folder = run_dir / "checkpoints" / f"iter_{step:07d}"
-    trainers.call("save", str(folder), {"step": step, "data": rollout.data.state_dict()})
+    trainers.call("save", str(folder), {"step": step, "data": data_state})
     if cfg.save_hf:
         trainers.call("save_hf", str(run_dir / "hf" / folder.name))
     marker = folder.parent / "latest_checkpointed_iteration.txt"
@@ -235,45 +247,6 @@ def save(cfg: base.Config, run_dir: pathlib.Path, step: int, trainers, rollout) 
 def latest_checkpoint(run_dir: pathlib.Path) -> pathlib.Path | None:
     marker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     return run_dir / "checkpoints" / f"iter_{int(marker.read_text()):07d}" if marker.exists() else None
-
-
-# ---- Numbers that must hold --------------------------------------------------------------------------------------------
-def train_metrics(answer: dict) -> dict[str, float]:
-    """The trainers' answer -> train/*: means over the optimizer steps of this rollout; perf/*: seconds."""
-    steps, times = answer["steps"], answer["times"]
-    keys = set().union(*steps) - {"max_logp", "tokens"}
-    metrics = {f"train/{k}": sum(s[k] for s in steps if k in s) / len(steps) for k in keys}
-    tokens = sum(s["tokens"] for s in steps)
-    metrics |= {f"perf/{k}": v for k, v in times.items() if k != "train_time"}
-    return metrics | {"train/tokens": tokens, "perf/actor_train_tok_per_s": tokens / times["actor_train_time"]}
-
-
-def check_invariants(cfg: base.Config, step: int, steps: list[dict], metrics: dict, warn) -> None:
-    """Cheap checks of every step. A breach says what it means and what to look at first."""
-    breaches = []
-    if cfg.loss_type == "policy":
-        tight = 1e-6 if cfg.dtype == "float32" else 1e-3
-        if abs(steps[0]["ppo_kl"]) > tight:
-            breaches.append(f"ppo_kl of the first optimizer step is {steps[0]['ppo_kl']:.3g} instead of 0: old and current "
-                            "log-probs come from the same weights, so the two passes differ. Dropout? A weight swap that "
-                            "did not come back?")
-        if step == 0 and cfg.use_kl_loss and not cfg.ref_load and abs(steps[0]["kl_loss"]) > tight:
-            breaches.append(f"kl_loss is {steps[0]['kl_loss']:.3g} at step 0 although the reference is the initial policy: "
-                            "the reference's weights are others. Did the swap in actor.TrainActor.train bring them back?")
-        diff, stale = metrics["train/train_rollout_logprob_abs_diff"], metrics["rollout/stale_tokens"]
-        if diff > cfg.max_logprob_diff and not stale and cfg.rollout_top_p == 1 and cfg.rollout_top_k == -1:
-            breaches.append(f"mean |logp - rollout_logp| is {diff:.3g}, above max_logprob_diff {cfg.max_logprob_diff:.3g}: "
-                            "trainer and engine do not agree about the same tokens. Usual causes, in order: a weight sync "
-                            "that did not arrive (set check_weight_update_interval=1), a chat template or token added by a "
-                            "hook after sampling, another dtype or quantisation in the engine, a temperature that one side "
-                            "does not know")
-    if max(s["max_logp"] for s in steps) > 1e-5:
-        breaches.append(f"a log-prob is {max(s['max_logp'] for s in steps):.3g} > 0, which no probability has: look for "
-                        "padded vocabulary rows or a softmax that was not reduced over all tensor-parallel ranks")
-    for breach in breaches:
-        if cfg.on_invariant == "raise":
-            raise RuntimeError(f"step {step}: {breach}. To go on all the same: --on_invariant=warn")
-        warn(f"WARNING step {step}: {breach}")
 
 
 # ---- Command line ------------------------------------------------------------------------------------------------------

@@ -89,6 +89,8 @@ class Config:
     n_samples_per_prompt: int = 8            # n samples in a group
     over_sampling_batch_size: int | None = None  # groups asked for at a time while filtering; None: rollout_batch_size
     dynamic_sampling_filter: Callable | str | None = None  # (args, samples) -> keep (bool or DynamicFilterOutput)
+    async_mode: bool = False                 # generate the next step's samples while these are trained: one weight update old
+    max_staleness: int | None = None         # weight updates that a trained token may be behind; None: 0, async 1, partial 8
     partial_rollout: bool = False            # keep what aborted samples have; go on with them in the next step
     mask_offpolicy_in_partial_rollout: bool = False  # and train only the tokens of the current weights
     buffer_filter: Callable | str | None = None      # (args, rollout_id, buffer, num_samples) -> groups to take first
@@ -287,6 +289,8 @@ def resolve(cfg: Config) -> Config:
         new["global_batch_size"] = cfg.rollout_batch_size * samples_per_group(cfg) // max(cfg.num_steps_per_rollout, 1)
     if cfg.over_sampling_batch_size is None:
         new["over_sampling_batch_size"] = cfg.rollout_batch_size
+    if cfg.max_staleness is None:
+        new["max_staleness"] = 8 * cfg.partial_rollout + cfg.async_mode
     if cfg.eps_clip_high is None:
         new["eps_clip_high"] = cfg.eps_clip
     if cfg.eval_reward_key is None:
@@ -361,6 +365,10 @@ def validate_layout(cfg: Config) -> None:
 
 
 def validate_batch(cfg: Config) -> None:
+    need(not cfg.async_mode or not cfg.colocate, "async_mode trains and generates at the same time, and colocated sides take "
+         "turns; set colocate=False and give the engines GPUs of their own (rollout_num_gpus)")
+    need(not cfg.async_mode or cfg.loss_type != "sft", "async_mode has nothing to generate with loss_type='sft'; remove it")
+    need(cfg.max_staleness >= cfg.async_mode, "with async_mode samples are one weight update old; set max_staleness=1")
     per_rollout, steps, gbs = cfg.rollout_batch_size * samples_per_group(cfg), cfg.num_steps_per_rollout, cfg.global_batch_size
     need(gbs * steps == per_rollout, f"global_batch_size {gbs} * num_steps_per_rollout {steps} != rollout_batch_size "
          f"{cfg.rollout_batch_size} * n {samples_per_group(cfg)} = {per_rollout}; set global_batch_size={per_rollout // steps}"

@@ -1,0 +1,60 @@
+"""
+checks.py: which numbers must hold? Looked at in every step of every run; a breach says what it means and what to do.
+
+    the trainers' answer --train_metrics--> train/*, perf/*      samples --staleness--> rollout/staleness/*
+                                  both --check_invariants--> nothing, or an error (on_invariant="warn": a line)
+
+Test:  pytest tests/test_checks.py
+Knows nothing about: how the numbers came about. Other checks stand where they belong: group accounting in rollout.py, weight
+checksums in weights_sync.py, finite losses in model.py.
+"""
+
+
+def train_metrics(answer: dict) -> dict[str, float]:
+    """The trainers' answer -> train/*: means over the optimizer steps of this rollout; perf/*: seconds."""
+    steps, times = answer["steps"], answer["times"]
+    keys = set().union(*steps) - {"max_logp", "tokens"}
+    metrics = {f"train/{k}": sum(s[k] for s in steps if k in s) / len(steps) for k in keys}
+    tokens = sum(s["tokens"] for s in steps)
+    metrics |= {f"perf/{k}": v for k, v in times.items() if k != "train_time"}
+    return metrics | {"train/tokens": tokens, "perf/actor_train_tok_per_s": tokens / times["actor_train_time"]}
+
+
+def staleness(cfg, step: int, samples: list) -> dict[str, float]:
+    """How many weight updates behind the trainers (whose version is `step`) the oldest trained token of each sample is."""
+    behind = [step - min(v for v, mask in zip(s.weight_versions, s.loss_mask) if mask and v >= 0)
+              for s in samples if any(mask and v >= 0 for v, mask in zip(s.weight_versions, s.loss_mask))]
+    if not behind:                           # rows of a file, or a hook that knows no versions
+        return {}
+    if max(behind) > cfg.max_staleness:
+        raise RuntimeError(f"step {step}: a sample is {max(behind)} weight updates old, max_staleness is {cfg.max_staleness}; "
+                           "set it higher, or mask_offpolicy_in_partial_rollout=True to train none of its old tokens")
+    return {"rollout/staleness/mean": sum(behind) / len(behind), "rollout/staleness/max": max(behind)}
+
+
+def check_invariants(cfg, step: int, steps: list[dict], metrics: dict, warn) -> None:
+    """Cheap checks of every step. A breach says what it means and what to look at first."""
+    breaches = []
+    if cfg.loss_type == "policy":
+        tight = 1e-6 if cfg.dtype == "float32" else 1e-3
+        if abs(steps[0]["ppo_kl"]) > tight:
+            breaches.append(f"ppo_kl of the first optimizer step is {steps[0]['ppo_kl']:.3g} instead of 0: old and current "
+                            "log-probs come from the same weights, so the two passes differ. Dropout? A weight swap that "
+                            "did not come back?")
+        if step == 0 and cfg.use_kl_loss and not cfg.ref_load and abs(steps[0]["kl_loss"]) > tight:
+            breaches.append(f"kl_loss is {steps[0]['kl_loss']:.3g} at step 0 although the reference is the initial policy: "
+                            "the reference's weights are others. Did the swap in actor.TrainActor.train bring them back?")
+        diff, stale = metrics["train/train_rollout_logprob_abs_diff"], metrics.get("rollout/staleness/max", 0)
+        if diff > cfg.max_logprob_diff and not stale and cfg.rollout_top_p == 1 and cfg.rollout_top_k == -1:
+            breaches.append(f"mean |logp - rollout_logp| is {diff:.3g}, above max_logprob_diff {cfg.max_logprob_diff:.3g}: "
+                            "trainer and engine do not agree about the same tokens. Usual causes, in order: a weight sync "
+                            "that did not arrive (set check_weight_update_interval=1), a chat template or token added by a "
+                            "hook after sampling, another dtype or quantisation in the engine, a temperature that one side "
+                            "does not know")
+    if max(s["max_logp"] for s in steps) > 1e-5:
+        breaches.append(f"a log-prob is {max(s['max_logp'] for s in steps):.3g} > 0, which no probability has: look for "
+                        "padded vocabulary rows or a softmax that was not reduced over all tensor-parallel ranks")
+    for breach in breaches:
+        if cfg.on_invariant == "raise":
+            raise RuntimeError(f"step {step}: {breach}. To go on all the same: --on_invariant=warn")
+        warn(f"WARNING step {step}: {breach}")
