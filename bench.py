@@ -172,6 +172,7 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
         trainer.train_step(batches, lambda x: algos.policy_loss(cfg, x))
         wait_for(trainer.device)
         rows.append({"step_s": time.perf_counter() - begin, "matrix_tflops": rate})
+    torch.distributed.destroy_process_group()
     rows = rows[1:]
     seconds = sum(row["step_s"] for row in rows) / len(rows)
     tokens, flops = count * seqlen, train_flops(trainer, seqlen) * count

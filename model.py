@@ -396,6 +396,7 @@ class MegatronModel:
             storage.resize_(0)
         self.away |= leaving
         if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     def wake(self, kinds: tuple = ("weights", "state", "gradients")) -> None:

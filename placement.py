@@ -27,7 +27,8 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> tuple[list, list, int] | None
         stack.callback(ray.shutdown)
     if cfg.device == "cpu":
         return None
-    gpus = cfg.actor_num_gpus if cfg.colocate else cfg.actor_num_gpus + cfg.rollout_num_gpus
+    apart = not cfg.colocate and cfg.loss_type != "sft"
+    gpus = cfg.actor_num_gpus + (cfg.rollout_num_gpus if apart else 0)
     have = int(ray.cluster_resources().get("GPU", 0))
     if have < gpus:
         raise ValueError(f"the run needs {gpus} GPUs, the Ray cluster has {have}; set actor_num_gpus and rollout_num_gpus "
@@ -37,8 +38,8 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> tuple[list, list, int] | None
     ray.get(group.ready(), timeout=cfg.start_timeout_s)
     bundles = sorted_bundles(group, gpus, cfg.start_timeout_s)
     trainers = [(group, bundle) for bundle, _, _ in bundles[:cfg.actor_num_gpus]]
-    rest = bundles if cfg.colocate else bundles[cfg.actor_num_gpus:]
-    engines = [(group, *rest[i][:2]) for i in range(0, cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine)]
+    rest = bundles[cfg.actor_num_gpus:] if apart else bundles
+    engines = [(group, *rest[i][:2]) for i in range(0, len(rest), cfg.rollout_num_gpus_per_engine)]
     return trainers, engines, min(size for _, _, size in bundles)
 
 
