@@ -204,22 +204,27 @@ class Trainers:
         interval = self.cfg.check_weight_update_interval
         check = self.syncs == 0 or only is not None or (interval > 0 and self.syncs % interval == 0)
         urls = [engines.urls[rank] for rank in only] if only is not None else engines.urls
+        times = {}
         if only is None:
-            engines.pause()
-            engines.flush_cache()
-        answer = self.call("push", version, urls, check)
+            with timed(times, "pause"):
+                engines.pause()
+                engines.flush_cache()
+        with timed(times, "send"):
+            answer = self.call("push", version, urls, check)
         if check:
-            import weights_sync
-            have = engines.post("/weights_checker", {"action": "checksum"}, only=only)
-            weights_sync.compare_checksums(answer["expected"], have)
-        engines.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, only=only)
-        if only is None:
-            engines.resume()
-            self.syncs += 1
-        versions = engines.weight_versions() if only is None else [str(version)]
+            with timed(times, "check"):
+                import weights_sync
+                have = engines.post("/weights_checker", {"action": "checksum"}, only=only)
+                weights_sync.compare_checksums(answer["expected"], have)
+        with timed(times, "resume"):
+            engines.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, only=only)
+            if only is None:
+                engines.resume()
+                self.syncs += 1
+            versions = engines.weight_versions() if only is None else [str(version)]
         assert set(versions) == {str(version)}, (
             f"engines hold weight versions {versions}, the trainer pushed {version}: a sync was lost; restart with --resume")
-        return {"perf/update_weights_bytes": answer["bytes"]}
+        return {"perf/update_weights_bytes": answer["bytes"]} | {f"perf/update_weights/{k}_time": v for k, v in times.items()}
 
     def stop(self) -> None:
         for actor in self.actors:

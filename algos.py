@@ -23,9 +23,53 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+# ---- One kernel instead of many --------------------------------------------------------------------------------------
+def fused(function: Callable) -> Callable:
+    """`function` as one kernel on a GPU (torch.compile), which reads and writes the whole tensor once, not at each operation.
+    On a CPU as it is: there it would need a C++ compiler, and save little."""
+    compiled = torch.compile(function, dynamic=True)     # nothing is compiled before its first call
+
+    def call(x, *args):
+        if not x.is_cuda:
+            return function(x, *args)
+        torch._dynamo.mark_static(x, x.dim() - 1)        # rows vary from batch to batch, the width is the model's
+        return compiled(x, *args)
+    return call
+
+
 # ---- Log-probs -------------------------------------------------------------------------------------------------------
+@fused
+def _largest(z, temperature, columns):
+    return _scaled(z, temperature, columns).amax(-1)
+
+
+@fused
+def _softmax_sums(z, top, column, inside, temperature, columns):
+    """-> [3, c]: sum of exp(z - top); the target's z - top, on the rank that has it; sum of exp(z - top) (z - top)."""
+    z = _scaled(z, temperature, columns) - top[:, None]
+    p = z.exp()
+    target = z.gather(-1, column[:, None])[:, 0].where(inside, 0)
+    return torch.stack([p.sum(-1), target, (p * z.clamp(min=-1e30)).sum(-1)])             # clamp: 0 * -inf would be NaN
+
+
+@fused
+def _logits_grad(z, column, inside, lse, entropy, d_logp, d_entropy, temperature, columns):
+    """d logp / dz = onehot - p;  dH / dz = -p (log p + H). -> dz [c, V/tp] in the dtype of z"""
+    log_p = (_scaled(z, temperature, columns) - lse[:, None]).clamp(min=-1e30)
+    dz = -log_p.exp() * (d_logp[:, None] + d_entropy[:, None] * (log_p + entropy[:, None]))
+    here = (torch.arange(z.shape[1], device=z.device) == column[:, None]) & inside[:, None]
+    return ((dz + d_logp[:, None].where(here, 0)) / temperature).to(z.dtype)
+
+
+def _scaled(z, temperature, columns):
+    """Logits over the temperature, in fp32. Columns beyond the true vocabulary are padding that lets TP ranks share evenly:
+    they get no probability."""
+    z = z.to(_wide(z)) / temperature
+    return z if columns >= z.shape[1] else z.masked_fill(torch.arange(z.shape[1], device=z.device) >= columns, -torch.inf)
+
+
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Output matrix, softmax, log-prob of the target and entropy in one: fp32 logits exist for one chunk at a time.
+    """Output matrix, softmax, log-prob of the target and entropy in one: logits exist for one chunk at a time.
 
     Vocabulary-parallel (Megatron-LM 1909.08053, sec. 3): each TP rank holds V/tp rows of the matrix and sees part of each
     logit row; max, sum of exponentials and the target's logit are all-reduced. The backward pass recomputes the chunk.
@@ -36,13 +80,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         logp, entropy, lse = (torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device) for _ in range(3))
         for s in range(0, len(targets), chunk):
             part = slice(s, s + chunk)
-            z, column, inside = _logits(hidden[part], weight, targets[part], temperature, vocab_start, vocab_size)
-            top = _all_reduce(z.amax(-1), dist.ReduceOp.MAX, group)                       # [c]
-            z -= top[:, None]                                                             # [c, V/tp]
-            p = z.exp()
-            sums = torch.stack([p.sum(-1),                                                # sum of exp(z)
-                                z.gather(-1, column[:, None])[:, 0].where(inside, 0),     # target's z, on its owner
-                                (p * z.clamp(min=-1e30)).sum(-1)])                        # [3, c]; 0 * -inf would be NaN
+            z = hidden[part] @ weight.T                                                   # [c, V/tp]
+            column, inside = _column(targets[part], vocab_start, weight)                  # [c]
+            top = _all_reduce(_largest(z, temperature, vocab_size - vocab_start), dist.ReduceOp.MAX, group)
+            sums = _softmax_sums(z, top, column, inside, temperature, vocab_size - vocab_start)
             total, target, pz = _all_reduce(sums, dist.ReduceOp.SUM, group)
             logp[part] = target - total.log()
             entropy[part] = total.log() - pz / total                                      # H = log Z - sum p z
@@ -59,15 +100,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=_wide(weight))  # fp32: a bf16 sum over chunks would lose small terms
         for s in range(0, len(targets), chunk):
             part = slice(s, s + chunk)
-            z, column, inside = _logits(hidden[part], weight, targets[part], temperature, vocab_start, vocab_size)
-            log_p = (z - lse[part, None]).clamp_(min=-1e30)                               # [c, V/tp]
-            p = log_p.exp()
-            # d logp / dz = onehot - p;   dH / dz = -p (log p + H)
-            dz = -p * (d_logp[part, None] + d_entropy[part, None] * (log_p + entropy[part, None]))
-            dz.scatter_add_(-1, column[:, None], d_logp[part].where(inside, 0)[:, None])
-            dz = (dz / temperature).to(hidden.dtype)
+            z = hidden[part] @ weight.T
+            column, inside = _column(targets[part], vocab_start, weight)
+            dz = _logits_grad(z, column, inside, lse[part], entropy[part], d_logp[part], d_entropy[part], temperature,
+                              vocab_size - vocab_start)
             d_hidden[part] = dz @ weight        # this rank's share: summed over TP ranks by whoever made `hidden`
-            d_weight += dz.T @ hidden[part]
+            add_product(d_weight, dz.T, hidden[part])
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
 
 
@@ -75,16 +113,18 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _logits(hidden, weight, targets, temperature, vocab_start, vocab_size):
-    """-> z [c, V/tp] in fp32, the target's column on this rank [c], whether it lies here [c].
-
-    Rows beyond the true vocabulary are padding that lets TP ranks share evenly: they get no probability.
-    """
-    z = (hidden @ weight.T).to(_wide(hidden)) / temperature
-    z[:, max(vocab_size - vocab_start, 0):] = float("-inf")
+def _column(targets, vocab_start, weight):
+    """The target's column on this rank [c], and whether it lies here [c]."""
     column = targets - vocab_start
-    inside = (column >= 0) & (column < weight.shape[0])
-    return z, column.clamp(0, weight.shape[0] - 1), inside
+    return column.clamp(0, weight.shape[0] - 1), (column >= 0) & (column < weight.shape[0])
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, with a wide total and narrow factors. On a GPU in one kernel: the product is never written by itself."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _all_reduce(x: Tensor, op, group) -> Tensor:

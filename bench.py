@@ -33,6 +33,7 @@ from engines import free_port
 
 PHASES = ("rollout", "engines_sleep", "trainers_wake", "train", "engines_wake_weights", "update_weights", "trainers_sleep",
           "engines_wake_cache")
+SYNC = ("pause", "send", "check", "resume")  # parts of update_weights
 
 
 def bare_engine(engines, payloads: list[dict]) -> tuple[float, int]:
@@ -107,7 +108,8 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
     return {f"{name}_s": metrics[f"perf/{name}_time"] for name in PHASES + ("step",)} | {
             "in_trainers_s": answer["times"]["train_time"], "optimizer_s": answer["times"]["actor_train_time"],
             "rollout_tokens": sum(s.response_length for s in result.samples),
-            "train_tokens": sum(len(s.tokens) for s in result.samples), "bytes": metrics["perf/update_weights_bytes"]}
+            "train_tokens": sum(len(s.tokens) for s in result.samples), "bytes": metrics["perf/update_weights_bytes"]} | {
+            f"sync_{part}_s": metrics.get(f"perf/update_weights/{part}_time", 0.0) for part in SYNC}
 
 
 def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
@@ -123,6 +125,7 @@ def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
         "rollout_over_bare_engine": loop_rate / bare_rate,
         "train_tokens_per_s": mean["train_tokens"] / mean["optimizer_s"], "update_weights_bytes": mean["bytes"],
         "seconds_per_step": {"step": mean["step_s"]} | parts | {"other": mean["step_s"] - sum(parts.values())},
+        "sync_seconds": {part: mean[f"sync_{part}_s"] for part in SYNC},
         # Everything but generating and the trainers' own work: sync, hand-over of data, logging.
         "fixed_cost_s": mean["step_s"] - mean["rollout_s"] - mean["in_trainers_s"],
         "rows": rows, "config": base.to_dict(cfg)}
@@ -134,7 +137,8 @@ def table(report: dict) -> str:
     rates = {"rollout": f"{report['rollout_tokens_per_s']:.0f} tokens/s; the bare engine "
                         f"{report['bare_engine_tokens_per_s']:.0f}: ratio {report['rollout_over_bare_engine']:.2f}",
              "train": f"{report['train_tokens_per_s']:.0f} tokens/s in the optimizer steps",
-             "update_weights": f"{report['update_weights_bytes'] / 1e6:.1f} MB",
+             "update_weights": f"{report['update_weights_bytes'] / 1e6:.1f} MB: " + ", ".join(
+                 f"{part} {report['sync_seconds'][part]:.3f}" for part in report["sync_seconds"]),
              "step": f"of which fixed (all but generating and the trainers' work): {report['fixed_cost_s']:.3f} s"}
     lines = [f"{report['date']}  {report['machine']}  {report['steps']} steps after 1 to warm up; "
              f"start-up {report['start_s']:.1f} s", f"{'phase':<21}{'s/step':>9}{'share':>8}   rate"]

@@ -17,7 +17,7 @@ The ranks are a grid, tensor-parallel fastest (Megatron's order "tp-cp-ep-dp-pp"
 
 No Transformer Engine needed: Megatron's local layer spec lacks two things, and its spec system takes ours instead, a norm
 that knows sequence parallelism and an attention that takes packed sequences. What a GPU would do as five kernels, each
-reading and writing all tokens, torch.compile makes one of (`fused`).
+reading and writing all tokens, torch.compile makes one of (`algos.fused`).
 """
 import contextlib
 import dataclasses
@@ -27,6 +27,7 @@ import math
 import os
 import pathlib
 import shutil
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,10 @@ def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_p
         cpu.megatron_on_cpu()
     else:
         torch.cuda.set_device(0)             # Ray shows this process only its own GPU
+        # Megatron adds a weight's gradient to its fp32 sum inside the product, where apex's extension is installed. Torch can.
+        tensor_parallel.layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+            wgrad_gemm_accum_fp32=lambda x, dy, total: algos.add_product(total, dy.t(), x))
+        tensor_parallel.layers._grad_accum_fusion_available = True
     timeout = datetime.timedelta(seconds=cfg.train_timeout_s)
     dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl", rank=rank, world_size=world_size, timeout=timeout,
                             init_method=f"tcp://{master_addr}:{master_port}")
@@ -99,20 +104,33 @@ def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_p
 
 
 # ---- The modules that the local spec lacks ------------------------------------------------------------------------------
-def fused(function: Callable) -> Callable:
-    """`function` as one kernel on a GPU. On a CPU as it is: there it would need a C++ compiler, and save little."""
-    compiled = torch.compile(function, dynamic=True)     # nothing is compiled before its first call
-    return lambda x, *args: (compiled if x.is_cuda else function)(x, *args)
+@algos.fused
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, in fp32. [rows, H] -> same"""
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 
-rms_norm = fused(F.rms_norm)
-
-
-@fused
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (2104.09864), in fp32: pairs (i, i + D/2) turn by the token's angle. [T, A, D] -> same"""
+@algos.fused
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary position embedding (2104.09864): pairs (i, i + D/2) of each head turn by the token's angle. [T, A, D] -> same
+
+    By hand, because the gradient is the same kernel: it turns back.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return turn(grad, cos, -sin), None, None
 
 
 class Norm(torch.nn.RMSNorm):
@@ -124,7 +142,7 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
 
 class PackedAttention(torch.nn.Module):
@@ -140,7 +158,7 @@ class PackedAttention(torch.nn.Module):
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-        query, key = (rotate(x, *packed_seq_params.angles) for x in (query, key))
+        query, key = (Rotate.apply(x, *packed_seq_params.angles) for x in (query, key))
         if query.is_cuda:
             from torch.nn.attention.varlen import varlen_attn
             out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=self.scale,
@@ -216,7 +234,8 @@ class MegatronModel:
             calculate_per_token_loss=True,   # Megatron must not divide by anything: all denominators are in the loss already
             use_cpu_initialization=cfg.device == "cpu", perform_initialization=False,   # every weight is loaded
             bias_activation_fusion=cfg.device == "cuda",         # SwiGLU through torch.compile
-            gradient_accumulation_fusion=False, persist_layer_norm=False, masked_softmax_fusion=False, apply_rope_fusion=False)
+            gradient_accumulation_fusion=cfg.device == "cuda",   # see init_distributed
+            persist_layer_norm=False, masked_softmax_fusion=False, apply_rope_fusion=False)
         return TransformerConfig(**fields | pick(TransformerConfig, cfg.megatron)), gpt_kwargs
 
     def build_module(self, gpt_kwargs: dict) -> PolicyModel:

@@ -75,7 +75,7 @@ def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
     recomputed = cfg.megatron.get("recompute_granularity") == "full"
     units = cfg.max_tokens_per_gpu * hf_config.num_hidden_layers * hf_config.hidden_size
     training = (parameters / (tp * pp) * (6 + 12 / dp) + units / (tp * pp) * (2 if recomputed else 36)
-                + 16 * cfg.log_probs_chunk_size * hf_config.vocab_size / tp)
+                + 8 * cfg.log_probs_chunk_size * hf_config.vocab_size / tp)
     share = training / gpu_bytes + 0.05      # CUDA's own memory on both sides
     stay = share < 0.5
     new = {key: not stay for key in ("offload_train", "offload_rollout") if getattr(cfg, key) is None}

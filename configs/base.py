@@ -66,7 +66,7 @@ class Config:
     sequence_parallel: bool = False          # with TP: norms and residuals split along the tokens (Megatron-LM 2205.05198)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU (fp32 main weights), float32 on CPU
     max_tokens_per_gpu: int = 4096           # packed tokens of one micro-batch; one longer sample still gets its own
-    log_probs_chunk_size: int = 1024         # tokens whose fp32 logits exist at one time
+    log_probs_chunk_size: int = 2048         # tokens whose logits exist at one time
     ref_load: str | None = None              # the reference model of the KL terms; None: hf_checkpoint
     megatron: dict = field(default_factory=dict)  # any field of Megatron's TransformerConfig, OptimizerConfig, DDP config
 

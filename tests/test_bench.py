@@ -33,7 +33,8 @@ colocate = True
 
 def test_summary():
     row = {f"{name}_s": 0.0 for name in bench.PHASES} | dict(step_s=4.0, rollout_s=2.0, train_s=1.0, update_weights_s=0.5, in_trainers_s=0.75, optimizer_s=0.5,
-               rollout_tokens=100, train_tokens=200, bytes=8, bare_s=1.0, bare_tokens=80)
+               rollout_tokens=100, train_tokens=200, bytes=8, bare_s=1.0, bare_tokens=80,
+               sync_pause_s=0.1, sync_send_s=0.2, sync_check_s=0.0, sync_resume_s=0.2)
     other = row | dict(step_s=6.0, rollout_s=4.0, rollout_tokens=140, bare_tokens=40)
     report = bench.summary(make_cfg(), [row, other], 12.0)
     assert report["rollout_tokens_per_s"] == 240 / 6 and report["bare_engine_tokens_per_s"] == 120 / 2
