@@ -87,6 +87,8 @@ class TrainActor:
             for micro_batches in steps:
                 batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in micro_batches]
                 per_step.append(self.model.train_step(batches, lambda x: loss(self.cfg, x)))
+        if self.cfg.offload_train:
+            self.model.start_sleep()
         times["train_time"] = time.perf_counter() - begin
         return {"steps": per_step, "times": times}
 

@@ -33,6 +33,7 @@ def fused(function: Callable) -> Callable:
         if not x.is_cuda:
             return function(x, *args)
         torch._dynamo.mark_static(x, x.dim() - 1)        # rows vary from batch to batch, the width is the model's
+        torch._dynamo.config.recompile_limit = 64        # one for each width, with and without gradient, view or not
         return compiled(x, *args)
     return call
 

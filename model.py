@@ -215,7 +215,7 @@ class MegatronModel:
         for name, param in self.named_parameters():
             param.tensor_model_parallel = convert.find_rule(self.hf_config, name)[0].kind is not convert.REPLICATED
         self.load_hf(hf_folder)
-        self.away, self.host, self.loading = {}, {}, None        # see sleep()
+        self.away, self.host, self.loading, self.copied = {}, {}, None, set()    # see sleep()
         self.optimizer = self.scheduler = None
         if trainable:
             self.wrap(module, total_optimizer_steps)
@@ -350,6 +350,7 @@ class MegatronModel:
         loss_fn(LossInput) -> (loss, sums to log). Returns the metrics of the whole step, equal on every rank. Raises
         FloatingPointError before the weights change where the loss is not finite.
         """
+        self.copied = set()                  # what start_sleep() copied is about to change
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -395,25 +396,35 @@ class MegatronModel:
         return packed
 
     # -- memory hand-over (colocated): everything of training leaves the GPU while the engine generates
-    def sleep(self) -> None:
-        """Weights and optimizer state move to CPU memory, gradients are dropped. Only wake() may follow."""
+    def start_sleep(self) -> None:
+        """Begin to copy what sleep() takes off the GPU; the weight sync goes on beside it. Nothing may change meanwhile."""
         self.finish_loading()
-        self.optimizer.zero_grad()           # or the main weights would keep views of the gradient buffers
-        leaving = {}
-        for storage, kind in self.storages():
-            if storage._cdata in self.away:
-                continue
-            leaving[storage._cdata] = storage, kind, storage.nbytes()
-            if kind != "gradients":
+        self.loading = torch.cuda.Stream() if self.device.type == "cuda" else None
+        with torch.cuda.stream(self.loading):
+            if self.loading is not None:
+                self.loading.wait_stream(torch.cuda.default_stream())
+            for storage, kind in self.storages():
+                if kind == "gradients" or storage._cdata in self.away:
+                    continue
                 if storage._cdata not in self.host:      # page-locked, so slow to get and fast to use: kept for all the run
                     self.host[storage._cdata] = torch.empty(
                         storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
                 self.host[storage._cdata].copy_(as_bytes(storage), non_blocking=True)
+                self.copied.add(storage._cdata)
+
+    def sleep(self) -> None:
+        """Weights and optimizer state move to CPU memory, gradients are dropped. Only wake() may follow."""
+        self.optimizer.zero_grad()           # or the main weights would keep views of the gradient buffers
+        if not self.copied:
+            self.start_sleep()
+        leaving = {storage._cdata: (storage, kind, storage.nbytes()) for storage, kind in self.storages()
+                   if storage._cdata not in self.away}
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         for storage, _, _ in leaving.values():   # every view stays a view, of nothing until wake()
             storage.resize_(0)
         self.away |= leaving
+        self.copied, self.loading = set(), None
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
@@ -424,6 +435,8 @@ class MegatronModel:
         for key in [key for key, (_, kind, _) in self.away.items() if kind in kinds]:
             storage, kind, size = self.away.pop(key)
             storage.resize_(size)
+            if self.loading is not None:     # the memory may be in use by what was queued before
+                self.loading.wait_stream(torch.cuda.current_stream())
             if kind != "gradients":          # those are zeroed before they are added to
                 with torch.cuda.stream(self.loading if kind == "state" else None):
                     as_bytes(storage).copy_(self.host[storage._cdata], non_blocking=True)

@@ -157,9 +157,16 @@ class WeightSync:
             self.send_by_disk(version, urls, send_all(), sender)
         else:
             send = self.send_tensor if self.cfg.update_weight_transport == "tensor" else self.send_distributed
+            last = None                      # a bucket is gathered while the engines copy the one before it
             for bucket in send_all():
+                if last is not None:
+                    last.result()
                 if sender:
-                    send(bucket, urls)
+                    last = self.pool.submit(send, bucket, urls)
+                    if self.cfg.update_weight_transport == "distributed":
+                        last.result()        # two collectives of one process at the same time may wait for each other
+            if last is not None:
+                last.result()
         if not sender:
             return {}
         expected = expected_checksums(tensors, self.cfg.rollout_num_gpus_per_engine, self.cfg.device) if check else None

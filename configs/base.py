@@ -164,7 +164,7 @@ class Config:
 
     # ---- weight sync -----------------------------------------------------------------------------------------------
     update_weight_transport: Literal["auto", "tensor", "distributed", "disk"] = "auto"  # auto: tensor when colocated
-    update_weight_buffer_size: int = 512 * 1024**2   # bytes of one bucket
+    update_weight_buffer_size: int = 2 * 1024**3     # bytes of one bucket; two exist at a time
     update_weight_disk_dir: str | None = None        # a folder that trainers and engines share; None: in the run folder
     check_weight_update_interval: int = 20   # the first sync and every n-th are checked tensor by tensor; 0: only the first
 

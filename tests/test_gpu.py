@@ -76,7 +76,7 @@ def test_log_probs():
     hidden, weight = hidden.bfloat16().float(), weight.bfloat16().float()
     targets, results = torch.randint(0, 1000, (300,)), []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        h, w = (x.to(device, dtype).requires_grad_() for x in (hidden, weight))
+        h, w = (x.clone().to(device, dtype).requires_grad_() for x in (hidden, weight))
         logp, entropy = algos.log_probs_and_entropy(h, w, targets.to(device), temperature=0.7, vocab_size=1000, chunk=128)
         (logp.sum() + 0.1 * entropy.sum()).backward()
         results.append([x.float().cpu() for x in (logp, entropy, h.grad, w.grad)])
