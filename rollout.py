@@ -401,7 +401,7 @@ class Rollout:
             "rollout/restarted_stale": self.restarted,
             "rollout/request_retries": self.retries, "rollout/engine_restarts": self.engines.restarts,
             "rollout/waiting_groups": len(self.data.buffer),
-            "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
+            "perf/generate_time": seconds, "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
         constant = Counter(round(g[0], 2) for g in groups.values() if max(g) == min(g))
         return metrics | {f"rollout/zero_std/count_{reward}": n for reward, n in constant.items()}
 
