@@ -27,7 +27,7 @@ class Logs:
     """The sinks of one run. Used as a context manager, so that the terminal is left in order after an error."""
 
     def __init__(self, cfg, run_dir: pathlib.Path, num_rollout: int, first_step: int = 0):
-        self.cfg, self.run_dir, self.first_step = cfg, run_dir, first_step
+        self.cfg, self.run_dir, self.num_rollout = cfg, run_dir, num_rollout
         self.scores = [f"eval/{name}" for name in cfg.eval_prompt_data]
         self.console = Console(highlight=False)
         self.times: dict[str, float] = {}    # phase -> seconds in this step
@@ -106,8 +106,13 @@ class Logs:
         self.start_step()                    # what follows, a checkpoint say, is in the next step's times
         held_out = "  ".join(f"{k} {metrics[k]:.3f}" for k in self.scores if k in metrics)
         if not self.console.is_terminal or held_out:
-            self.print(f"step {step}: {numbers}  {held_out}")
+            self.print(f"step {step + 1}/{self.num_rollout}: {numbers}  {held_out}")
         return metrics
+
+    def before(self, metrics: dict[str, float]) -> None:
+        """The evaluation before any training, logged as step -1."""
+        self.write(-1, metrics)
+        self.print("before training: " + "  ".join(f"{name} {metrics[name]:.3f}" for name in self.scores))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         metrics = dict(sorted(metrics.items()))

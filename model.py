@@ -271,7 +271,8 @@ class MegatronModel:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, init_lr=0.0, max_lr=cfg.lr, min_lr=min(cfg.min_lr, cfg.lr), lr_warmup_steps=cfg.lr_warmup_iters,
             lr_decay_steps=steps, lr_decay_style=cfg.lr_decay_style, start_wd=cfg.weight_decay, end_wd=cfg.weight_decay,
-            wd_incr_steps=steps, wd_incr_style="constant")
+            wd_incr_steps=steps, wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)   # what a resumed run is told, counts
 
     # -- parameters by their global name
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
@@ -489,6 +490,9 @@ class MegatronModel:
             self.module.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        for group in self.optimizer.param_groups:        # a resumed run may have been given another learning rate
+            group.update(max_lr=self.cfg.lr, min_lr=min(self.cfg.min_lr, self.cfg.lr))
+        self.scheduler.step(increment=0)
         torch.set_rng_state(state["rng"])
         return state["extra"]
 

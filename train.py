@@ -45,7 +45,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
 
         if first_step == 0 and cfg.eval_prompt_data and not cfg.skip_eval_before_train:
             with logs.phase("eval"):
-                logs.write(-1, rollout.evaluate(-1))             # step -1: before any training
+                logs.before(rollout.evaluate(-1))
 
         logs.start_step()
         ahead = None                                             # async_mode: the next step's samples, being generated
@@ -197,10 +197,11 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
     if source.endswith(".py"):
         stage_dir = run_dir / f"stage_{pathlib.Path(source).stem}"
         if not (stage_dir / "done").exists():
-            print(f"first {source}, in {stage_dir}", flush=True)
+            print(f"stage 1 of 2: {source}, in {stage_dir}", flush=True)
             if not launch(stage_config(cfg, stage_dir), stage_dir):
                 sys.exit(f"stopped in the first stage; go on with the same command and --resume={run_dir}")
             (stage_dir / "done").touch()
+            print("stage 2 of 2: this run, from the model that stage 1 made", flush=True)
         return str(max((stage_dir / "hf").glob("iter_*")))
     return str(convert.HFReader(source).folder)
 
@@ -256,8 +257,11 @@ def check(cfg: base.Config) -> None:
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)
-    if isinstance(cfg.hf_checkpoint, str) and cfg.hf_checkpoint.endswith(".py"):
+    source = cfg.hf_checkpoint
+    if isinstance(source, str) and source.endswith(".py"):
         check(stage_config(cfg))
+    elif isinstance(source, str) and source.startswith(("/", ".", "~")) and not pathlib.Path(source).expanduser().is_dir():
+        raise ValueError(f"model folder {source} not found; give a folder with config.json, or a hub name")
 
 
 def describe(cfg: base.Config) -> str:
@@ -303,6 +307,10 @@ def find_run_dir(cfg: base.Config, run_file: str) -> pathlib.Path:
         folder = root / (cfg.run_name or f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
         if (folder / "metrics.jsonl").exists():
             raise ValueError(f"{folder} holds a run already; add --resume to go on with it, or set another run_name")
+    if cfg.resume and cfg.num_rollout and latest_checkpoint(folder):
+        done = int(latest_checkpoint(folder).name.removeprefix("iter_"))
+        if done == cfg.num_rollout:
+            raise ValueError(f"--resume: {folder} is finished, {done} of {done} steps; --num_rollout={2 * done} goes on")
     return folder.absolute()
 
 

@@ -235,7 +235,17 @@ def parse_value(text: str) -> Any:
         return text
 
 
+# What users of TRL, verl and others may type -> the name here.
+ELSEWHERE = dict(learning_rate="lr", temperature="rollout_temperature", top_p="rollout_top_p", model="hf_checkpoint",
+                 model_path="hf_checkpoint", num_generations="n_samples_per_prompt", train_batch_size="rollout_batch_size",
+                 max_completion_length="rollout_max_response_len", max_prompt_length="rollout_max_prompt_len",
+                 beta="kl_loss_coef", epsilon="eps_clip", epsilon_high="eps_clip_high", max_grad_norm="clip_grad",
+                 max_steps="num_rollout", num_train_epochs="num_epoch", reward_funcs="custom_rm")
+
+
 def unknown(key: str) -> str:
+    if key in ELSEWHERE:
+        return f"unknown setting {key!r}; here it is {ELSEWHERE[key]!r}"
     near = difflib.get_close_matches(key.replace("-", "_"), FIELDS, 1, 0.5)
     return f"unknown setting {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see configs/base.py for the list")
 
@@ -246,7 +256,7 @@ def check_types(values: dict[str, Any], where: str = "") -> None:
         hint = hints[key]
         wanted = hint.__name__ if type(hint) is type else str(hint).replace("typing.", "").replace("collections.abc.", "")
         need(fits(value, hint), f"{where}{key}={value!r} is {type(value).__name__}, but {key} is {wanted}; "
-             "change it in the run file")
+             "change it in the run file or on the command line")
 
 
 def fits(value: Any, hint: Any) -> bool:

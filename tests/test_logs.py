@@ -39,7 +39,7 @@ def test_every_sink_gets_every_number(tmp_path, monkeypatch, capsys):
             assert {e.step: e.value for e in events.Scalars(name)}[step] == pytest.approx(value, rel=1e-6)
     assert finished == [0]
     out = capsys.readouterr().out            # no terminal: one plain line a step
-    assert [line.split(":")[0] for line in out.splitlines()] == ["step 0", "step 1"] and "reward 0.25" in out
+    assert [line.split(":")[0] for line in out.splitlines()] == ["step 1/2", "step 2/2"] and "reward 0.25" in out
 
 
 def test_a_missing_wandb_is_said(tmp_path, monkeypatch):
@@ -84,13 +84,13 @@ def test_finish_shows_the_same_prompts_before_and_after(tmp_path, capsys):
             sample(1, 0, "1", 1.0)]
     (tmp_path / "samples.jsonl").write_text("".join(row + "\n" for row in rows))
     with Logs(make_cfg(eval_prompt_data={"sums": "sums.jsonl"}), tmp_path, 2) as logs:
-        logs.write(-1, {"eval/sums": 0.5, "eval/sums-truncated_ratio": 0.0})
+        logs.before({"eval/sums": 0.5, "eval/sums-truncated_ratio": 0.0})
         logs.write(1, {"eval/sums": 1.0, "eval/sums-truncated_ratio": 0.0})
         pairs = logs.first_and_last("sums")
         logs.finish()
     assert [(a["index"], a["response"], b["response"]) for a, b in pairs] == [(1, "wrong", "2"), (0, "1", "1")]
     out = capsys.readouterr().out
-    assert "sums: 0.500 before, 1.000 after" in out and "[1]+1=" in out and str(tmp_path) in out.replace("\n", "")
+    assert "before training: eval/sums 0.500" in out and "sums: 0.500 before, 1.000 after" in out and "[1]+1=" in out and str(tmp_path) in out.replace("\n", "")
     assert "truncated" not in out            # a count is no score
 
 

@@ -110,17 +110,28 @@ def test_exact_resume(run_file, whole_run, tmp_path):
     done = run([str(run_file), f"--resume={tmp_path / 'cut'}", "--deterministic", *KL])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert exact(metrics(tmp_path / "cut")) == exact(metrics(whole_run))
+    again = [str(run_file), f"--resume={tmp_path / 'cut'}", "--deterministic", *KL]
+    done = run(again)
+    assert done.returncode == 1 and "is finished, 4 of 4 steps; --num_rollout=8 goes on" in done.stderr
+    done = run([*again, "--num_rollout=5", "--lr=0.0005"])
+    assert done.returncode == 0 and "resumed with another lr: 0.001 before, 0.0005 now" in done.stdout, done.stderr[-3000:]
+    rows = metrics(tmp_path / "cut")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and rows[-1]["train/lr"] == 0.0005
 
 
 def test_sigterm_saves_and_exits(run_file, tmp_path):
-    args = [str(run_file), f"--output_dir={tmp_path}", "--run_name=term", "--num_rollout=1000", "--save_interval=900"]
+    """In asynchronous mode, where samples of the next step are under way when the signal comes."""
+    args = [str(run_file), f"--output_dir={tmp_path}", "--run_name=term", "--num_rollout=1000", "--save_interval=900",
+            "--async_mode", "--colocate=false"]
     process = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for((tmp_path / "term" / "samples.jsonl").exists, 240, process)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "go on with the same command and --resume" in out, out[-3000:]
     saved = int((tmp_path / "term" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved == metrics(tmp_path / "term")[-1]["step"] + 1
+    rows = metrics(tmp_path / "term")
+    assert saved == rows[-1]["step"] + 1
+    assert [row["rollout/staleness/max"] for row in rows] == [0] + [1] * (len(rows) - 1)    # one step off
 
 
 def test_stages_and_layouts(run_file, tmp_path):
