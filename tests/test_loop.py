@@ -153,3 +153,13 @@ def wait_for(condition, timeout_s: float, process) -> None:
         assert process.poll() is None, "train.py ended early: " + (process.stdout.read()[-3000:] if process.stdout else "")
         assert time.monotonic() < end, f"not reached in {timeout_s} s"
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--hf_checkpoint=/nowhere"], "error: model folder /nowhere not found; give a folder with config.json, or a hub name"),
+    (["--resume=/nowhere"], "error: --resume: /nowhere holds no checkpoint; name the folder of a run"),
+    (["--rm_type=exactt", "--custom_rm=None"], "error: unknown rm_type 'exactt'; did you mean 'exact'?")])
+def test_mistakes_leave_nothing_behind(run_file, tmp_path, args, says):
+    done = run([str(run_file), f"--output_dir={tmp_path / 'out'}", *args], 60)
+    assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
