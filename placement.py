@@ -36,29 +36,55 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> tuple[list, list, int] | None
     group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="PACK")
     stack.callback(ray.util.remove_placement_group, group)
     ray.get(group.ready(), timeout=cfg.start_timeout_s)
-    bundles = sorted_bundles(group, gpus, cfg.start_timeout_s)
-    trainers = [(group, bundle) for bundle, _, _ in bundles[:cfg.actor_num_gpus]]
-    rest = bundles[cfg.actor_num_gpus:] if apart else bundles
-    engines = [(group, *rest[i][:2]) for i in range(0, len(rest), cfg.rollout_num_gpus_per_engine)]
-    return trainers, engines, min(size for _, _, size in bundles)
+    places = ask_bundles(group, gpus, where, cfg.start_timeout_s)
+    width, count = cfg.rollout_num_gpus_per_engine, 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus
+    trainers, engines = assign(places, cfg.actor_num_gpus, count // width, width, cfg.colocate)
+    gpu_bytes = min(ask_bundles(group, gpus, memory, cfg.start_timeout_s)) if cfg.colocate else 0
+    return [(group, bundle) for bundle in trainers], [(group, *engine) for engine in engines], gpu_bytes
 
 
-def sorted_bundles(group, count: int, timeout_s: float) -> list[tuple[int, int, int]]:
-    """(bundle index, GPU id on its node, its bytes), by node and GPU, so that one engine's GPUs lie side by side."""
+def where() -> tuple[str, int]:
+    """This bundle's node and the number of its GPU there."""
+    import ray
+    return ray.util.get_node_ip_address() + " " + ray.get_runtime_context().get_node_id(), int(ray.get_gpu_ids()[0])
+
+
+def memory() -> int:
+    """Bytes of this bundle's GPU."""
+    import pynvml
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(where()[1])).total
+
+
+def ask_bundles(group, count: int, question, timeout_s: float) -> list:
+    """question() on each bundle's GPU."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    @ray.remote(num_gpus=1)
-    def where():
-        import pynvml
-        pynvml.nvmlInit()
-        gpu = int(ray.get_gpu_ids()[0])
-        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu))
-        return ray.util.get_node_ip_address(), gpu, memory.total
-    places = ray.get([where.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
+    ask = ray.remote(num_gpus=1)(question)
+    return ray.get([ask.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=i)).remote() for i in range(count)], timeout=timeout_s)
-    order = sorted(range(count), key=lambda i: places[i])
-    return [(i, *places[i][1:]) for i in order]
+
+
+def assign(places: list[tuple[str, int]], ranks: int, engines: int, width: int, colocate: bool) -> tuple[list, list]:
+    """places: (node, GPU there) of each bundle -> (bundle of each trainer rank, (bundle, first GPU) of each engine).
+
+    An engine's GPUs lie side by side on one node. Engines choose first, from the last node backwards; trainers take what is
+    left, node by node, so that tensor-parallel neighbours are neighbours. Colocated, each side has all of them.
+    """
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    taken, found = set(), []
+    for start in reversed(range(len(order) - width + 1)):
+        window = [order[k] for k in range(start, start + width)]
+        node, first = places[window[0]]
+        side_by_side = [places[i] for i in window] == [(node, first + k) for k in range(width)]
+        if len(found) < engines and side_by_side and not taken & set(window):
+            found.append((window[0], first))
+            taken |= set(window)
+    if len(found) < engines:
+        raise ValueError(f"only {len(found)} of {engines} engines find {width} GPUs side by side on one node, in "
+                         f"{sorted(places)}; set rollout_num_gpus_per_engine lower, or give Ray whole nodes")
+    rest = order if colocate else [i for i in order if i not in taken]
+    return rest[:ranks], found[::-1]
 
 
 def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):

@@ -1,9 +1,10 @@
 """
-test_placement.py: who leaves the GPU, for models of known size on a GPU of 141 GB.
+test_placement.py: who gets which GPU, on several nodes too; and who leaves it, for models of known size on 141 GB.
 
-Run:   pytest tests/test_placement.py
-Left out on purpose: Ray's placement itself; test_loop.py starts it.
+Run:   pytest tests/test_placement.py     (a real Ray with two nodes on this machine; their GPUs are only counted)
 """
+import contextlib
+import dataclasses
 import types
 
 import pytest
@@ -47,3 +48,59 @@ def test_what_the_user_says_stands():
     for apart in (dict(colocate=False), dict(device="cpu")):
         cfg = settle(QWEN3_4B, **apart)
         assert (cfg.offload_train, cfg.offload_rollout) == (False, False) and cfg.sglang == {}
+
+
+# ---- Who gets which GPU --------------------------------------------------------------------------------------------------
+def nodes(*sizes):
+    return [(f"node{n}", gpu) for n, size in enumerate(sizes) for gpu in range(size)]
+
+
+def test_engines_lie_on_one_node():
+    # 3 trainers and 2 engines of 2 on nodes of 4 and 3: cut in order, an engine would get the last GPU of one and the first
+    # of the other.
+    places = nodes(4, 3)
+    trainers, engines = placement.assign(places, 3, 2, 2, colocate=False)
+    held = [[places[bundle + k] for k in range(2)] for bundle, _ in engines]
+    assert held == [[("node0", 2), ("node0", 3)], [("node1", 1), ("node1", 2)]] and [first for _, first in engines] == [2, 1]
+    assert [places[i] for i in trainers] == [("node0", 0), ("node0", 1), ("node1", 0)]
+
+
+def test_colocated_both_sides_have_every_gpu():
+    shuffled = [("node1", 1), ("node0", 0), ("node1", 0), ("node0", 1)]      # as Ray hands bundles out
+    trainers, engines = placement.assign(shuffled, 4, 2, 2, colocate=True)
+    assert trainers == [1, 3, 2, 0] and engines == [(1, 0), (2, 0)]
+
+
+def test_no_room_is_said():
+    with pytest.raises(ValueError, match="only 0 of 1 engines find 4 GPUs side by side .*rollout_num_gpus_per_engine lower"):
+        placement.assign(nodes(2, 2), 0, 1, 4, colocate=False)
+    with pytest.raises(ValueError, match="only 0 of 1 engines find 2 GPUs"):
+        placement.assign([("node0", 0), ("node0", 2)], 0, 1, 2, colocate=False)
+
+
+def test_a_cluster_of_two_nodes():
+    import ray
+    from ray.cluster_utils import Cluster
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=8, num_gpus=4, include_dashboard=False)
+    try:
+        with contextlib.ExitStack() as stack:
+            cfg = make_cfg(device="cuda", actor_num_gpus=3, rollout_num_gpus=4, rollout_num_gpus_per_engine=2,
+                           ray_address=cluster.address, start_timeout_s=60.0)
+            trainers, engines, _ = placement.start_ray(cfg, stack)
+            group = trainers[0][0]
+            places = placement.ask_bundles(group, 7, placement.where, 60.0)
+            assert len({node for node, _ in places}) == 2        # seven GPUs do not fit on one node
+            used = [bundle for _, bundle in trainers]
+            for _, bundle, first in engines:
+                node, gpu = places[bundle]
+                other = places.index((node, first + 1))
+                assert gpu == first and not {bundle, other} & set(used)
+                used += [bundle, other]
+            assert sorted(used) == list(range(7))
+            with pytest.raises(ValueError, match="the run needs 9 GPUs, the Ray cluster has 8; .*add nodes"):
+                placement.start_ray(dataclasses.replace(cfg, actor_num_gpus=5), stack)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
