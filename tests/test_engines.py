@@ -209,13 +209,15 @@ if __name__ == "__main__":
     process = subprocess.Popen([sys.executable, str(tmp_path / "driver.py")], env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert any(line == "up\n" for line in process.stdout), "the driver ended before its engine was up"
-        # Ray's daemons too are its descendants; they have their own way to end.
-        children = psutil.Process(process.pid).children(recursive=True)
-        servers = []
-        for p in children:
-            with contextlib.suppress(psutil.NoSuchProcess):      # a helper that has ended since
-                if "engines.py" in " ".join(p.cmdline()) or "sglang" in p.name():
-                    servers.append(p)
+        # Ray's daemons too are its descendants; they have their own way to end. A look at processes that start and end all
+        # the time may miss one, so look again.
+        end, servers = time.monotonic() + 10, []
+        while len(servers) < 5 and time.monotonic() < end:
+            servers = []
+            for p in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "engines.py" in " ".join(p.cmdline()) or "sglang" in p.name():
+                        servers.append(p)
         assert len(servers) >= 5, "two supervisors, the router, the server, its scheduler"
     finally:
         process.kill()
