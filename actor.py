@@ -4,7 +4,7 @@ actor.py: which pass runs when, on which weights? One Ray actor per training ran
     train.py: Trainers --Ray--> TrainActor (rank 0, 1, ...): MegatronModel + WeightSync + CPU copies of other weights
     one rollout:  [ref weights in] ref log-probs [policy back] -> old log-probs -> advantages -> optimizer steps
 
-Test:  pytest tests/test_actor.py tests/test_loop.py
+Test:  pytest tests/test_weights_sync.py tests/test_loop.py
 Knows nothing about: prompts, engines' lives, rewards beyond one number a sample.
 Left out on purpose: a second model in GPU memory for the reference; its weights wait in CPU memory and are swapped in.
 """
@@ -133,7 +133,7 @@ class TrainActor:
         self.model.sleep()
 
     def wake(self, *kinds: str) -> None:
-        self.model.wake(*[kinds] if kinds else [])
+        self.model.wake(*kinds)
 
     def load(self, folder: str) -> dict:
         return self.model.load(pathlib.Path(folder))

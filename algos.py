@@ -15,6 +15,7 @@ Four policies, four names: `logp` (current weights), `old_logp` (trainer, before
 Denominators: every sample carries a `loss_weight` that buffer.py fixes for the whole optimizer step, over all ranks,
 before micro-batches are cut. A loss is then a plain sum, so it cannot depend on how samples are packed or split.
 """
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,14 +28,17 @@ from torch import Tensor
 def fused(function: Callable) -> Callable:
     """`function` as one kernel on a GPU (torch.compile), which reads and writes the whole tensor once, not at each operation.
     On a CPU as it is: there it would need a C++ compiler, and save little."""
-    compiled = torch.compile(function, dynamic=True)     # nothing is compiled before its first call
+    @functools.cache
+    def compiled():                                      # at its first use: the compiler alone takes seconds to import
+        torch._dynamo.config.recompile_limit = 64        # one for each width, with and without gradient, view or not
+        return torch.compile(function, dynamic=True)
 
     def call(x, *args):
         if not x.is_cuda:
             return function(x, *args)
+        run = compiled()
         torch._dynamo.mark_static(x, x.dim() - 1)        # rows vary from batch to batch, the width is the model's
-        torch._dynamo.config.recompile_limit = 64        # one for each width, with and without gradient, view or not
-        return compiled(x, *args)
+        return run(x, *args)
     return call
 
 

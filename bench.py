@@ -89,9 +89,7 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
     with logs.phase("train"):
         data = buffer.to_train_data(cfg, result.samples, result.rewards)
         answer = trainers.train(step, data, buffer.plan(cfg, data, dp_size))
-        metrics = result.metrics | checks.train_metrics(answer)
-        metrics |= checks.staleness(cfg, step, result.samples)
-        checks.check_invariants(cfg, step, answer["steps"], metrics, logs.print)
+        metrics = checks.examine(cfg, step, result, answer, logs.print)
     with logs.phase("engines_wake_weights"):
         if cfg.offload_rollout:
             engines.wake(["weights"])

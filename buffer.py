@@ -73,6 +73,10 @@ class Sample:
         self.rollout_log_probs = self.rollout_log_probs + (list(log_probs) if trainable else [0.0] * n)
         self.weight_versions = self.weight_versions + [version] * n
 
+    def trained_versions(self) -> list[int]:
+        """Which weights wrote each token that is trained; tokens of a hook that knows no versions are left out."""
+        return [v for v, mask in zip(self.weight_versions, self.loss_mask) if mask and v >= 0]
+
     def get_reward_value(self, key: str | None) -> float:
         return self.reward[key] if isinstance(self.reward, dict) else self.reward
 

@@ -10,6 +10,13 @@ checksums in weights_sync.py, finite losses in model.py.
 """
 
 
+def examine(cfg, step: int, result, answer: dict, warn) -> dict[str, float]:
+    """Everything of this file for one step -> its metrics. result: rollout.RolloutResult; answer: Trainers.train's."""
+    metrics = result.metrics | train_metrics(answer) | staleness(cfg, step, result.samples)
+    check_invariants(cfg, step, answer["steps"], metrics, warn)
+    return metrics
+
+
 def train_metrics(answer: dict) -> dict[str, float]:
     """The trainers' answer -> train/*: means over the optimizer steps of this rollout; perf/*: seconds."""
     steps, times = answer["steps"], answer["times"]
@@ -22,8 +29,7 @@ def train_metrics(answer: dict) -> dict[str, float]:
 
 def staleness(cfg, step: int, samples: list) -> dict[str, float]:
     """How many weight updates behind the trainers (whose version is `step`) the oldest trained token of each sample is."""
-    behind = [step - min(v for v, mask in zip(s.weight_versions, s.loss_mask) if mask and v >= 0)
-              for s in samples if any(mask and v >= 0 for v, mask in zip(s.weight_versions, s.loss_mask))]
+    behind = [step - min(versions) for versions in (s.trained_versions() for s in samples) if versions]
     if not behind:                           # rows of a file, or a hook that knows no versions
         return {}
     if max(behind) > cfg.max_staleness:

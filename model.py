@@ -22,7 +22,6 @@ reading and writing all tokens, torch.compile makes one of (`algos.fused`).
 import contextlib
 import dataclasses
 import datetime
-import json
 import math
 import os
 import pathlib
@@ -430,10 +429,13 @@ class MegatronModel:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
-    def wake(self, kinds: tuple = ("weights", "state", "gradients")) -> None:
-        """The inverse of sleep(). Optimizer state comes in the background: forward and backward passes need none of it."""
+    def wake(self, *kinds: str) -> None:
+        """The inverse of sleep(), for the kinds of storages() that are named, or all of them.
+
+        Optimizer state comes in the background: forward and backward passes need none of it.
+        """
         self.loading = torch.cuda.Stream() if self.device.type == "cuda" else None
-        for key in [key for key, (_, kind, _) in self.away.items() if kind in kinds]:
+        for key in [key for key, (_, kind, _) in self.away.items() if not kinds or kind in kinds]:
             storage, kind, size = self.away.pop(key)
             storage.resize_(size)
             if self.loading is not None:     # the memory may be in use by what was queued before

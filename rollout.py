@@ -240,7 +240,7 @@ class Rollout:
         if cfg.mask_offpolicy_in_partial_rollout and sample.response_length:     # older weights' tokens: context, not trained
             versions = sample.weight_versions or [-1] * sample.response_length
             sample.loss_mask = [m if v == self.weight_version else 0 for m, v in zip(sample.loss_mask, versions)]
-        trained = [v for v, mask in zip(sample.weight_versions, sample.loss_mask) if mask and v >= 0]
+        trained = sample.trained_versions()
         if trained and self.weight_version + cfg.async_mode - min(trained) > cfg.max_staleness:
             start_over(sample)
             self.restarted += 1
@@ -396,8 +396,7 @@ class Rollout:
             "rollout/response_len/min": min(lengths), "rollout/response_len/max": max(lengths),
             "rollout/response_len/median": sorted(lengths)[len(lengths) // 2],
             "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
-            "rollout/stale_tokens": mean(v < self.weight_version for s in samples
-                                         for v, mask in zip(s.weight_versions, s.loss_mask) if mask and v >= 0),
+            "rollout/stale_tokens": mean(v < self.weight_version for s in samples for v in s.trained_versions()),
             "rollout/restarted_stale": self.restarted,
             "rollout/request_retries": self.retries, "rollout/engine_restarts": self.engines.restarts,
             "rollout/waiting_groups": len(self.data.buffer),

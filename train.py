@@ -65,9 +65,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                 data = buffer.to_train_data(cfg, result.samples, result.rewards)
                 plan = buffer.plan(cfg, data, dp_size)           # optimizer steps x ranks x micro-batches; loss_weights too
                 answer = trainers.train(step, data, plan)
-            metrics = result.metrics | checks.train_metrics(answer)
-            metrics |= checks.staleness(cfg, step, result.samples)
-            checks.check_invariants(cfg, step, answer["steps"], metrics, logs.print)
+            metrics = checks.examine(cfg, step, result, answer, logs.print)
 
             if ahead:
                 with logs.phase("rollout"):                      # weights change between batches, never inside an answer
@@ -194,7 +192,7 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
             source(str(part))
             part.rename(folder)
         return str(folder)
-    if source.endswith(".py"):
+    if has_stage(cfg):
         stage_dir = run_dir / f"stage_{pathlib.Path(source).stem}"
         if not (stage_dir / "done").exists():
             print(f"stage 1 of 2: {source}, in {stage_dir}", flush=True)
@@ -204,6 +202,11 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
             print("stage 2 of 2: this run, from the model that stage 1 made", flush=True)
         return str(max((stage_dir / "hf").glob("iter_*")))
     return str(convert.HFReader(source).folder)
+
+
+def has_stage(cfg: base.Config) -> bool:
+    """Whether the model is the result of another run file, which goes first."""
+    return isinstance(cfg.hf_checkpoint, str) and cfg.hf_checkpoint.endswith(".py")
 
 
 def stage_config(cfg: base.Config, stage_dir: pathlib.Path | None = None) -> base.Config:
@@ -258,7 +261,7 @@ def check(cfg: base.Config) -> None:
         if name:
             rewards.check_rm_type(name)
     source = cfg.hf_checkpoint
-    if isinstance(source, str) and source.endswith(".py"):
+    if has_stage(cfg):
         check(stage_config(cfg))
     elif isinstance(source, str) and source.startswith(("/", ".", "~")) and not pathlib.Path(source).expanduser().is_dir():
         raise ValueError(f"model folder {source} not found; give a folder with config.json, or a hub name")
@@ -282,7 +285,7 @@ def describe(cfg: base.Config) -> str:
     for engine in range(engines):
         at = engine * width + (0 if cfg.colocate else cfg.actor_num_gpus)
         lines.append(f"  {unit} {at}{f'-{at + width - 1}' if width > 1 else ''}: engine {engine}")
-    if isinstance(cfg.hf_checkpoint, str) and cfg.hf_checkpoint.endswith(".py"):
+    if has_stage(cfg):
         lines.append(f"first: {cfg.hf_checkpoint}, whose result is the model")
     lines.append(f"each step: {cfg.rollout_batch_size} prompts x {base.samples_per_group(cfg)} samples = "
                  f"{cfg.num_steps_per_rollout} optimizer step(s) of {cfg.global_batch_size} samples; "

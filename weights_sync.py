@@ -21,13 +21,12 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import httpx
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import convert
-from engines import free_port
+from engines import call, free_port
 
 GROUP = "nanoslime_weights"
 
@@ -245,9 +244,7 @@ class WeightSync:
     def post(self, urls: list[str], path: str, payloads: list[dict]) -> None:
         """To all engines at once; the first no is an error with the engine's own words, whoever else is still busy."""
         def one(url, payload):
-            answer = httpx.post(url + path, json=payload, timeout=self.cfg.train_timeout_s, trust_env=False, verify=False)
-            if answer.status_code >= 400 or not answer.json().get("success", True):
-                raise RuntimeError(f"engine {url}{path} refused the weights ({answer.status_code}): {answer.text[:1000]}")
+            call("POST", url + path, payload, self.cfg.train_timeout_s)
         pool = ThreadPoolExecutor(max(1, len(urls)))     # one thread each: a broadcast needs all engines at the same time
         answers = [pool.submit(one, url, payload) for url, payload in zip(urls, payloads)]
         done, _ = wait(answers, return_when=FIRST_EXCEPTION)
