@@ -12,23 +12,9 @@ import sys
 import pytest
 
 import bench
-from helpers import make_cfg
+from helpers import RUN_FILE, make_cfg
 
 ROOT = pathlib.Path(bench.__file__).parent
-RUN_FILE = '''
-hf_checkpoint = {model!r}
-def rows():
-    return [dict(input=f"{{a}}+{{b}}=", label=str(a + b)) for a in range(10) for b in range(10)]
-prompt_data = rows
-label_key = "label"
-rm_type = "random"
-rollout_batch_size = 4
-n_samples_per_prompt = 4
-rollout_max_response_len = 8
-num_rollout = 4
-lr = 1e-3
-colocate = True
-'''
 
 
 def test_summary():

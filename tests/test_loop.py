@@ -13,26 +13,9 @@ import time
 
 import pytest
 
+from helpers import RUN_FILE
+
 ROOT = pathlib.Path(__file__).parent.parent
-RUN_FILE = '''
-hf_checkpoint = {model!r}
-def rows():
-    return [dict(input=f"{{a}}+{{b}}=", label=str(a + b)) for a in range(10) for b in range(10)]
-prompt_data = rows
-label_key = "label"
-def first_digit(args, sample):
-    """A reward with some spread on a random model: the share of digits in the answer."""
-    return sum(c.isdigit() for c in sample.response) / max(len(sample.response), 1)
-custom_rm = first_digit
-rollout_batch_size = 4
-n_samples_per_prompt = 4
-rollout_max_response_len = 8
-rollout_shuffle = True
-num_rollout = 4
-save_interval = 2
-lr = 1e-3
-colocate = True
-'''
 
 
 def run(args: list[str], timeout_s: float = 300, **kw) -> subprocess.CompletedProcess:
