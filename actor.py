@@ -23,6 +23,7 @@ class TrainActor:
 
     def __init__(self, cfg, rank: int):
         self.cfg, self.rank = cfg, rank
+        self.version = 0                     # of the weights in the model: how many rollouts they have learnt from
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 lets the others meet."""
@@ -87,6 +88,7 @@ class TrainActor:
             for micro_batches in steps:
                 batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in micro_batches]
                 per_step.append(self.model.train_step(batches, lambda x: loss(self.cfg, x)))
+        self.version = step + 1
         if self.cfg.offload_train:
             self.model.start_sleep()
         times["train_time"] = time.perf_counter() - begin
@@ -110,8 +112,8 @@ class TrainActor:
                     data[key][sample] = own.cpu()
 
     # -- weights and checkpoints
-    def push(self, version: int, urls: list[str], check: bool) -> dict:
-        return self.sync.push(version, urls, check)
+    def push(self, urls: list[str], owners: list[list[int]], check: bool) -> dict:
+        return self.sync.push(self.version, urls, owners, check)
 
     def save(self, folder: str, extra: dict) -> None:
         self.model.save(pathlib.Path(folder), extra)
@@ -136,7 +138,9 @@ class TrainActor:
         self.model.wake(*kinds)
 
     def load(self, folder: str) -> dict:
-        return self.model.load(pathlib.Path(folder))
+        extra = self.model.load(pathlib.Path(folder))
+        self.version = extra["step"]
+        return extra
 
 
 class timed:
@@ -156,9 +160,14 @@ class timed:
 class Trainers:
     """The trainers as one object. Every call waits for all ranks, with a limit that says who was waited for."""
 
-    def __init__(self, cfg, placement: list[tuple] | None = None):
-        """placement: (placement_group, bundle_index) per rank; None on a machine with no GPU."""
+    def __init__(self, cfg, places=None):
+        """places: a placement.Places; None on a machine with no GPU."""
         self.cfg, self.actors = cfg, []
+        # Whose weights go to which GPU of which engine, where they travel through memory: those of the trainer on that GPU. On
+        # a CPU any trainer could serve any engine, so there they take turns.
+        ranks, width = cfg.actor_num_gpus, cfg.rollout_num_gpus_per_engine
+        self.owners = places.owners if places else [
+            [(first + k) % ranks for k in range(width)] for first in range(0, cfg.rollout_num_gpus or 0, width)]
         self.syncs = 0                       # how often weights were pushed, for the cadence of checks
         for rank in range(cfg.actor_num_gpus):
             # NCCL_CUMEM_ENABLE as SGLang sets it, or the first broadcast to the engines hangs for ever. PASSIVE: on a CPU the
@@ -166,8 +175,8 @@ class Trainers:
             options = dict(num_cpus=0, runtime_env={"env_vars": {"NCCL_CUMEM_ENABLE": "0", "OMP_WAIT_POLICY": "PASSIVE",
                                                                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",   # same sums every time
                                                                "PYTHONWARNINGS": "ignore"}})   # Megatron's, about apex
-            if placement is not None:
-                group, bundle = placement[rank]
+            if places is not None:
+                group, bundle = places.trainers[rank]
                 options |= dict(num_gpus=0.4 if cfg.colocate else 1, scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=bundle))
             self.actors.append(ray.remote(TrainActor).options(**options).remote(cfg, rank))
@@ -201,18 +210,26 @@ class Trainers:
         """kinds: of "weights", "state", "gradients"; none named is all."""
         self.call("wake", *kinds)
 
-    def push_weights(self, engines, version: int, only: list[int] | None = None) -> dict[str, float]:
-        """pause -> flush -> buckets -> verify -> version -> continue. `only`: ranks of engines that were just restarted."""
+    def push_weights(self, engines, version: int | None, only: list[int] | None = None) -> dict[str, float]:
+        """pause -> flush -> buckets -> verify -> version -> continue. `only`: ranks of engines that were just restarted.
+
+        version: what the trainers must hold; None: what they do hold, which the engines are told in any case.
+        """
         interval = self.cfg.check_weight_update_interval
         check = self.syncs == 0 or only is not None or (interval > 0 and self.syncs % interval == 0)
-        urls = [engines.urls[rank] for rank in only] if only is not None else engines.urls
+        ranks = range(len(engines.urls)) if only is None else only
+        urls, owners = [engines.urls[rank] for rank in ranks], [self.owners[rank] for rank in ranks] if self.owners else []
         times = {}
         if only is None:
             with timed(times, "pause"):
                 engines.pause()
                 engines.flush_cache()
         with timed(times, "send"):
-            answer = self.call("push", version, urls, check)
+            answer = self.call("push", urls, owners, check)
+            assert version in (None, answer["version"]), (
+                f"the trainers pushed weights of version {answer['version']}, the loop is at {version}: a training step or a "
+                "checkpoint was counted twice or not at all; restart with --resume")
+            version = answer["version"]
         if check:
             with timed(times, "check"):
                 import weights_sync

@@ -8,7 +8,7 @@ engines.py: how does an SGLang server live and die? Servers, the router before t
 Run:   with Engines(cfg, run_dir, model_path) as engines: ... engines.router_url ...
 Test:  pytest tests/test_engines.py
 Knows nothing about: samples, prompts, trainers, tensors. It gets a Config and reads its machine and engine fields.
-Left out on purpose: engines over several nodes, prefill/decode separation, external engines; one server is one node's.
+Left out on purpose: prefill/decode separation, external engines.
 """
 import ctypes
 import multiprocessing
@@ -40,13 +40,13 @@ class EngineError(RuntimeError):
 class Engines:
     """All engines of a run and their router. Lives on the driver; use it from one thread at a time."""
 
-    def __init__(self, cfg, run_dir: str | pathlib.Path, model_path: str, placement: list[tuple] | None = None):
-        """placement: one (placement_group, bundle_index, first_gpu_id) for each engine; None where there is no GPU."""
+    def __init__(self, cfg, run_dir: str | pathlib.Path, model_path: str, placement: list[list[tuple]] | None = None):
+        """placement: of each engine, for each of its nodes, (placement_group, bundle_index, first GPU); None without GPUs."""
         self.cfg, self.model_path, self.placement = cfg, str(model_path), placement
         self.log_dir = pathlib.Path(run_dir).absolute() / "logs"
         self.num_engines = cfg.rollout_num_gpus // cfg.rollout_num_gpus_per_engine
         self.router = Router(cfg, self.log_dir / "router.log")
-        self.actors: list = []               # Ray handles, by rank
+        self.actors: list[list] = []         # by rank: Ray handles, one for each node; the first answers HTTP
         self.urls: list[str] = []            # by rank; a restart changes one
         self.restarts = 0                    # engine restarts in the whole run
         self.paused, self.asleep = False, False  # cannot generate then, so check() only asks whether they are there
@@ -60,11 +60,11 @@ class Engines:
         import ray                           # heavy, and the server processes that import this file need none of it
         limit_s, begin = self.cfg.start_timeout_s, time.monotonic()
         try:
-            self.actors = [self._actor(rank) for rank in range(self.num_engines)]
-            started = [actor.start.remote(limit_s) for actor in self.actors]
+            started = [self._start(rank) for rank in range(self.num_engines)]
             self.router.start(limit_s)
             # The actors keep the limit themselves; 30 s more is for Ray, which may have no room to place an actor.
-            self.urls = ray.get(started, timeout=limit_s + 30)
+            ray.get([one for own in started for one in own], timeout=limit_s + 30)      # the first failure ends the wait
+            self.urls = [ray.get(own[0]) for own in started]
             self.router.register(self.urls, limit_s - (time.monotonic() - begin))
         except BaseException:
             self.stop()
@@ -72,8 +72,8 @@ class Engines:
 
     def stop(self) -> None:
         self.router.stop()                   # first, or it fills its log with the engines' deaths
-        for actor in self.actors:
-            self._end(actor)
+        for rank in range(len(self.actors)):
+            self._end(rank)
         self.actors, self.urls = [], []
 
     def __enter__(self):
@@ -141,9 +141,9 @@ class Engines:
         # /health_generate goes through the scheduler: one token, or a share in what is running anyway. It takes 1 s.
         path = "/health" if self.paused or self.asleep else "/health_generate"
         try:
-            alive = ray.get(self.actors[rank].alive.remote(), timeout=limit_s)
+            alive = ray.get([actor.alive.remote() for actor in self.actors[rank]], timeout=limit_s)
             call("GET", self.urls[rank] + path, None, limit_s)
-            return alive
+            return all(alive)
         except (ray.exceptions.RayError, EngineError):
             return False
 
@@ -158,9 +158,8 @@ class Engines:
                               f"machine is to blame, set max_engine_restarts higher. {log} ends:\n{tail(log)}")
         self.check_router()
         self.router.unregister(self.urls[rank])
-        self._end(self.actors[rank])
-        self.actors[rank] = self._actor(rank)
-        self.urls[rank] = ray.get(self.actors[rank].start.remote(limit_s), timeout=limit_s + 30)
+        self._end(rank)
+        self.urls[rank] = ray.get(self._start(rank), timeout=limit_s + 30)[0]
         self.router.register([self.urls[rank]], limit_s)
 
     def check_router(self) -> bool:
@@ -172,31 +171,42 @@ class Engines:
         return False
 
     # -- actors
-    def _actor(self, rank: int):
-        """An Engine as a Ray actor, in its place."""
+    def _start(self, rank: int) -> list:
+        """An engine's actors, one on each of its nodes, with their servers on the way -> Ray's promises of URLs, the head's
+        first. It stands in self.actors from the beginning, so that stop() finds it also half-way."""
+        import ray
+        limit_s = self.cfg.start_timeout_s
+        nodes = self.placement[rank] if self.placement is not None else [None]
+        own = [self._actor(rank, node_rank, len(nodes), place) for node_rank, place in enumerate(nodes)]
+        self.actors[rank:rank + 1] = [own]
+        meet = ray.get(own[0].address.remote(), timeout=limit_s) if len(nodes) > 1 else None
+        return [actor.start.remote(limit_s, meet) for actor in own]
+
+    def _actor(self, rank: int, node_rank: int, nodes: int, place: tuple | None):
+        """One node's part of an engine as a Ray actor, in its place."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
         options, base_gpu_id = dict(num_cpus=0), 0
-        if self.placement is not None:
-            group, bundle, base_gpu_id = self.placement[rank]
+        if place is not None:
+            group, bundle, base_gpu_id = place
             # The server finds its GPUs by base_gpu_id, so Ray must hide none of them, and a share of one GPU is enough
             # to sit in the bundle; the trainer of a colocated run sits there too.
             show_all = dict(env_vars={"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
             options |= dict(num_gpus=0.2, runtime_env=show_all, scheduling_strategy=PlacementGroupSchedulingStrategy(
                                 group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True))
-        args = server_args(self.cfg, rank, self.model_path, base_gpu_id)
+        args = server_args(self.cfg, rank, self.model_path, base_gpu_id) | dict(nnodes=nodes, node_rank=node_rank)
         cpu_engines = self.num_engines if self.cfg.device == "cpu" else 0
-        log = str(self.log_dir / f"engine_{rank}.log")
-        return ray.remote(Engine).options(**options).remote(args, log, cpu_engines)
+        log = self.log_dir / f"engine_{rank}{f'_node_{node_rank}' if node_rank else ''}.log"
+        return ray.remote(Engine).options(**options).remote(args, str(log), cpu_engines)
 
-    @staticmethod
-    def _end(actor) -> None:
+    def _end(self, rank: int) -> None:
         import ray
-        try:
-            ray.get(actor.stop.remote(), timeout=30)
-        except ray.exceptions.RayError:      # dead, or busy starting: its server dies with it
-            pass
-        ray.kill(actor)
+        for actor in self.actors[rank]:
+            try:
+                ray.get(actor.stop.remote(), timeout=30)
+            except ray.exceptions.RayError:  # dead, or busy starting: its server dies with it
+                pass
+            ray.kill(actor)
 
 
 def server_args(cfg, rank: int, model_path: str, base_gpu_id: int) -> dict[str, Any]:
@@ -224,18 +234,22 @@ def server_args(cfg, rank: int, model_path: str, base_gpu_id: int) -> dict[str, 
 
 # ---- One engine -----------------------------------------------------------------------------------------------------
 class Engine:
-    """A Ray actor that owns one SGLang server on its node."""
+    """A Ray actor that owns one SGLang server, or one node's part of it."""
 
     def __init__(self, args: dict[str, Any], log: str, cpu_engines: int):
         """args: server_args(...); cpu_engines: how many engines share the CPU cores, 0 where GPUs compute."""
         self.args, self.log, self.cpu_engines = args, pathlib.Path(log), cpu_engines
         self.child: Child | None = None
 
-    def start(self, timeout_s: float) -> str:
-        """Start the server and wait until it can generate -> its URL."""
+    def address(self) -> str:
+        """Where this engine's nodes may meet."""
         import ray
         host = ray.util.get_node_ip_address()
-        port = free_port(host)
+        return f"{host}:{free_port(host)}"
+
+    def start(self, timeout_s: float, meet: str | None = None) -> str:
+        """Start the server and wait until it can generate -> its URL (of other nodes than the first it only says: I am up)."""
+        host, port = self.address().split(":")
         env = dict(SGLANG_TIMEOUT_KEEP_ALIVE="3600",     # NOTE: 5 s by default, and the router's requests that start in just
                    #                               the moment when their idle connections are closed all fail
                    NCCL_CUMEM_ENABLE="0",        # NOTE: as in the trainers, or the weight-update group hangs for ever
@@ -245,7 +259,7 @@ class Engine:
             # engine fell from 4,400 to 60 tokens/s. Compiling three small functions takes 10 s and a C++ compiler.
             threads = max(1, len(os.sched_getaffinity(0)) // self.cpu_engines)
             env |= dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", TORCH_COMPILE_DISABLE="1")
-        self.child = Child("server", self.args | dict(host=host, port=port), self.log, env)
+        self.child = Child("server", self.args | dict(host=host, port=int(port), dist_init_addr=meet), self.log, env)
         self.child.wait_up(f"http://{host}:{port}/health", timeout_s)   # 200 only after the weights are loaded
         return f"http://{host}:{port}"
 

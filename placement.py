@@ -2,20 +2,30 @@
 placement.py: who runs where? A Ray started or joined, and a GPU for every trainer rank and every engine.
 
     Ray cluster --one placement group, a bundle per GPU--> bundles node by node --> trainer ranks first, engines after them
-                                                                                  (colocated: both from the first bundle on)
+                                                                                  (colocated: both sides have all of them)
     memory of one GPU, what training needs --share_memory--> who leaves the GPU while the other works
 
 Test:  pytest tests/test_placement.py tests/test_loop.py
 Knows nothing about: what runs there. On a machine with no GPU there is nothing to place: everything runs on its CPU.
 """
+import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 
 
-def start_ray(cfg, stack: contextlib.ExitStack) -> tuple[list, list, int] | None:
-    """-> (placement of each trainer rank, of each engine, bytes of the smallest GPU); None on a machine with no GPU."""
+@dataclasses.dataclass
+class Places:
+    trainers: list[tuple]                    # of each rank: (placement group, its bundle)
+    engines: list[list[tuple]]               # of each engine, for each of its nodes: (group, first bundle, first GPU there)
+    owners: list[list[int]]                  # colocated: the trainer rank on each GPU of each engine
+    gpu_bytes: int                           # colocated: of the smallest GPU
+
+
+def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
+    """A Ray of our own, or the cluster at cfg.ray_address, and a place there for everybody; None on a machine with no GPU."""
     import ray
     if not ray.is_initialized():
         os.environ.setdefault("RAY_worker_niceness", "0")        # Ray's 15 would let anything else on a laptop starve us
@@ -39,8 +49,11 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> tuple[list, list, int] | None
     places = ask_bundles(group, gpus, where, cfg.start_timeout_s)
     width, count = cfg.rollout_num_gpus_per_engine, 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus
     trainers, engines = assign(places, cfg.actor_num_gpus, count // width, width, cfg.colocate)
-    gpu_bytes = min(ask_bundles(group, gpus, memory, cfg.start_timeout_s)) if cfg.colocate else 0
-    return [(group, bundle) for bundle in trainers], [(group, *engine) for engine in engines], gpu_bytes
+    return Places(
+        trainers=[(group, bundle) for bundle in trainers],
+        engines=[[(group, part[0], places[part[0]][1]) for part in engine] for engine in engines],
+        owners=[[trainers.index(bundle) for part in engine for bundle in part] for engine in engines] if cfg.colocate else [],
+        gpu_bytes=min(ask_bundles(group, gpus, memory, cfg.start_timeout_s)) if cfg.colocate else 0)
 
 
 def where() -> tuple[str, int]:
@@ -66,23 +79,26 @@ def ask_bundles(group, count: int, question, timeout_s: float) -> list:
 
 
 def assign(places: list[tuple[str, int]], ranks: int, engines: int, width: int, colocate: bool) -> tuple[list, list]:
-    """places: (node, GPU there) of each bundle -> (bundle of each trainer rank, (bundle, first GPU) of each engine).
+    """places: (node, GPU there) of each bundle -> (bundle of each trainer rank, bundles on each node of each engine).
 
-    An engine's GPUs lie side by side on one node. Engines choose first, from the last node backwards; trainers take what is
-    left, node by node, so that tensor-parallel neighbours are neighbours. Colocated, each side has all of them.
+    An engine's GPUs lie side by side on one node; only where no node is that wide, on several, equally many on each. Engines
+    choose first, from the last node backwards; trainers take what is left, node by node, so that tensor-parallel neighbours
+    are neighbours. Colocated, each side has all of them.
     """
     order = sorted(range(len(places)), key=lambda i: places[i])
+    widest = max(collections.Counter(node for node, _ in places).values())
     taken, found = set(), []
     for start in reversed(range(len(order) - width + 1)):
-        window = [order[k] for k in range(start, start + width)]
-        node, first = places[window[0]]
-        side_by_side = [places[i] for i in window] == [(node, first + k) for k in range(width)]
-        if len(found) < engines and side_by_side and not taken & set(window):
-            found.append((window[0], first))
+        window = order[start:start + width]
+        parts = [list(part) for _, part in itertools.groupby(window, key=lambda i: places[i][0])]
+        side_by_side = all(places[part[-1]][1] - places[part[0]][1] == len(part) - 1 for part in parts)
+        fits = len(parts) == 1 or (width > widest and len({len(part) for part in parts}) == 1)
+        if len(found) < engines and side_by_side and fits and not taken & set(window):
+            found.append(parts)
             taken |= set(window)
     if len(found) < engines:
-        raise ValueError(f"only {len(found)} of {engines} engines find {width} GPUs side by side on one node, in "
-                         f"{sorted(places)}; set rollout_num_gpus_per_engine lower, or give Ray whole nodes")
+        raise ValueError(f"only {len(found)} of {engines} engines find {width} GPUs side by side on one node, or as many "
+                         f"on each of several, in {sorted(places)}; set rollout_num_gpus_per_engine lower, or give Ray whole nodes")
     rest = order if colocate else [i for i in order if i not in taken]
     return rest[:ranks], found[::-1]
 

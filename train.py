@@ -128,14 +128,14 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     if num_rollout is None:
         num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
 
-    trainer_places, engine_places, gpu_bytes = placement.start_ray(cfg, stack) or (None, None, 0)
-    cfg = placement.share_memory(cfg, hf_config, reader.num_parameters(), gpu_bytes)
+    places = placement.start_ray(cfg, stack)
+    cfg = placement.share_memory(cfg, hf_config, reader.num_parameters(), places.gpu_bytes if places else 0)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        trainers = Trainers(cfg, trainer_places)
+        trainers = Trainers(cfg, places)
         stack.callback(trainers.stop)
         engines, engines_up = None, None
         if cfg.loss_type != "sft":
-            engines = Engines(cfg, run_dir, model_dir, engine_places)
+            engines = Engines(cfg, run_dir, model_dir, places.engines if places else None)
             stack.callback(engines.stop)
             engines_up = pool.submit(engines.start)
             if cfg.colocate and cfg.device == "cuda":            # an engine takes a share of the memory that it finds free
@@ -162,7 +162,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         def resync(ranks):                   # engines that were replaced while others generate, and the trainers sleep
             if cfg.offload_train:
                 trainers.wake("weights")
-            trainers.push_weights(engines, rollout.weight_version, only=ranks)
+            trainers.push_weights(engines, None, only=ranks)     # async_mode: maybe newer ones than the other engines have
             if cfg.offload_train:
                 trainers.sleep()
         rollout.resync = resync

@@ -2,25 +2,25 @@
 weights_sync.py: how do weights reach the engines? Gather over TP and PP, convert, bucket, checksum; by shared memory, by a
 process group, by disk.
 
-    each rank's shards --all_gather(tp)--> full --convert--> HF tensors --one flat buffer--> Bucket --broadcast(pp)--> rank 0
-    rank 0 --tensor:      handle of the buffer, /update_weights_from_tensor ---------------> every engine copies it in
-           --distributed: broadcast, /update_weights_from_distributed (NCCL, gloo) -------->
-           --disk:        a Hugging Face folder, /update_weights_from_disk ---------------->
+    each rank's shards --all_gather(tp)--> full --convert--> HF tensors --flat buffer--> Bucket --broadcast(pp)--> every rank
+    tensor:      each rank: a handle of its buffer, for the engine on its GPU; /update_weights_from_tensor copies it in
+    distributed: rank 0: one broadcast to all engines, /update_weights_from_distributed (NCCL, gloo)
+    disk:        rank 0: a Hugging Face folder, /update_weights_from_disk
 
 The driver (actor.Trainers.push_weights) wraps this in: pause -> flush -> buckets -> verify -> version -> continue.
 
 Test:  pytest tests/test_weights_sync.py
-Knows nothing about: samples, losses, which weights these are. Data-parallel replica 0 does the work; replicas are equal.
+Knows nothing about: samples, losses, which weights these are. Data-parallel replicas are equal: one may do.
 """
 import base64
 import datetime
 import hashlib
 import pathlib
-import socket
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,7 +68,7 @@ def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
 def buckets(model, bucket_bytes: int) -> Iterator[Bucket]:
     """All weights of the model in buckets of about bucket_bytes, on every rank of this data-parallel replica.
 
-    Pipeline stages take turns: the stage packs a bucket and broadcasts it to the others, so rank 0 sees all of them.
+    Pipeline stages take turns: the stage packs a bucket and broadcasts it to the others, so every rank sees all of them.
     """
     grid = model.grid
     for stage in range(grid.pp_size):
@@ -115,7 +115,7 @@ def broadcast_bucket(bucket: Bucket | None, stage: int, grid, device) -> Bucket 
 
 # ---- Sending ---------------------------------------------------------------------------------------------------------
 class WeightSync:
-    """One rank's part in pushing weights. Rank 0 talks to the engines; the others only help to gather."""
+    """One rank's part in pushing weights."""
 
     def __init__(self, cfg, model, disk_dir: pathlib.Path):
         self.cfg, self.model, self.disk_dir = cfg, model, disk_dir
@@ -130,14 +130,17 @@ class WeightSync:
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
             monkey_patch_torch_reductions()
 
-    def push(self, version: int, urls: list[str], check: bool) -> dict:
+    def push(self, version: int, urls: list[str], owners: list[list[int]], check: bool) -> dict:
         """Send this model's weights to the engines at `urls`. Every rank calls it.
 
-        Rank 0 returns {"bytes", "expected"}: how much was sent, and with check=True the checksum of every engine parameter
-        as it must be now (see expected_checksums). The others return {}.
+        owners: of each engine, the trainer rank that serves each of its GPUs (transport "tensor").
+        Rank 0 returns {"version", "bytes", "expected"}: what was sent, and with check=True the checksum of every engine
+        parameter as it must be now (see expected_checksums). The others return {}.
         """
         assert "weights" not in {kind for _, kind, _ in self.model.away.values()}, "weights are off the GPU: wake() first"
-        if self.model.grid.dp_rank != 0:
+        by_tensor = self.cfg.update_weight_transport == "tensor"
+        alone = not by_tensor or {rank for own in owners for rank in own} == {0}     # rank 0 sends all, its replica helps
+        if alone and self.model.grid.dp_rank != 0:
             return {}
         sender = self.model.grid.rank == 0
         if sender and self.cfg.update_weight_transport == "distributed":
@@ -155,25 +158,45 @@ class WeightSync:
         if self.cfg.update_weight_transport == "disk":
             self.send_by_disk(version, urls, send_all(), sender)
         else:
-            send = self.send_tensor if self.cfg.update_weight_transport == "tensor" else self.send_distributed
-            last = None                      # a bucket is gathered while the engines copy the one before it
+            last = held = None               # a bucket is gathered while the engines copy the one before it, held till then
             for bucket in send_all():
-                if last is not None:
-                    last.result()
-                if sender:
-                    last = self.pool.submit(send, bucket, urls)
-                    if self.cfg.update_weight_transport == "distributed":
-                        last.result()        # two collectives of one process at the same time may wait for each other
+                if by_tensor:
+                    last, held = self.send_tensor(bucket, urls, owners, alone, last), bucket
+                elif sender:                 # not in a thread: two collectives at the same time may wait for each other
+                    self.send_distributed(bucket, urls)
             if last is not None:
                 last.result()
+            if by_tensor and not alone:
+                dist.barrier()               # another rank's request may still be reading from `held`
         if not sender:
             return {}
         expected = expected_checksums(tensors, self.cfg.rollout_num_gpus_per_engine, self.cfg.device) if check else None
-        return {"bytes": sent, "expected": expected}
+        return {"version": version, "bytes": sent, "expected": expected}
 
     # -- shared memory (CPU) and CUDA IPC (same GPU)
-    def send_tensor(self, bucket: Bucket, urls: list[str]) -> None:
-        """A handle to the buffer goes over HTTP, the bytes do not move until the engine copies them into its parameters."""
+    def send_tensor(self, bucket: Bucket, urls: list[str], owners: list[list[int]], alone: bool,
+                    last: Future | None) -> Future:
+        """Handles to the buffers go over HTTP, the bytes do not move until the engines copy them into their parameters.
+
+        The owner of an engine's first GPU asks it to, with the handles of all its owners: each GPU copies from its own memory.
+        last: the request for the bucket before this one. Its answer is awaited before the exchange of handles, so that after
+        the exchange no engine reads any rank's bucket of before.
+        """
+        rank = self.model.grid.rank
+        # One handle for each GPU: a handle may be opened once.
+        handles = {(e, k): self.handle(bucket) for e, own in enumerate(owners) for k, owner in enumerate(own) if owner == rank}
+        if last is not None:
+            last.result()
+        if not alone:
+            everybody = [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, handles)
+            handles = {place: handle for some in everybody for place, handle in some.items()}
+        mine = [e for e, own in enumerate(owners) if own[0] == rank]
+        payloads = [{"serialized_named_tensors": [handles[e, k] for k in range(len(owners[e]))],
+                     "load_format": "flattened_bucket", "flush_cache": False} for e in mine]
+        return self.pool.submit(self.post, [urls[e] for e in mine], "/update_weights_from_tensor", payloads)
+
+    def handle(self, bucket: Bucket) -> str:
         from sglang.srt.utils import MultiprocessingSerializer   # 6 s to import: only where a sync needs it
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
         metadata, start = [], 0
@@ -182,12 +205,7 @@ class WeightSync:
             metadata.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, start, start + size, size))
             start += size
         flat = {"flattened_tensor": bucket.flat, "metadata": metadata}
-        # One handle for each TP rank of each engine: a handle may be opened once.
-        handles = [[base64.b64encode(MultiprocessingSerializer.serialize(flat)).decode()
-                    for _ in range(self.cfg.rollout_num_gpus_per_engine)] for _ in urls]
-        self.post(urls, "/update_weights_from_tensor", [
-            {"serialized_named_tensors": own, "load_format": "flattened_bucket", "flush_cache": False} for own in handles])
-        # NOTE: the buffer may be freed only now that every engine has answered.
+        return base64.b64encode(MultiprocessingSerializer.serialize(flat)).decode()
 
     # -- process group
     def connect(self, urls: list[str]) -> None:
@@ -203,7 +221,7 @@ class WeightSync:
         self.post(leave, "/destroy_weights_update_group", [{"group_name": GROUP}] * len(leave))
         per_engine, limit_s = self.cfg.rollout_num_gpus_per_engine, self.cfg.train_timeout_s
         world = 1 + per_engine * len(urls)
-        host = socket.gethostbyname(socket.gethostname())
+        host = ray.util.get_node_ip_address()    # the one that Ray's other nodes know
         port = free_port(host)
         backend = "nccl" if self.cfg.device == "cuda" else "gloo"
         joined = self.pool.submit(init_custom_process_group, backend=backend, init_method=f"tcp://{host}:{port}",

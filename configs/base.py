@@ -480,7 +480,7 @@ def validate_passthrough(cfg: Config) -> None:
         from sglang.srt.server_args import ServerArgs
         check_passthrough("sglang", cfg.sglang, (ServerArgs,), {
             "model_path", "host", "port", "tp_size", "dtype", "random_seed", "device", "base_gpu_id", "dist_init_addr",
-            "nnodes"})
+            "nnodes", "node_rank"})
 
 
 def check_passthrough(name: str, given: dict, classes: tuple, ours: set[str], extra: set[str] = frozenset()) -> None:

@@ -174,7 +174,7 @@ def test_a_dead_engine_is_found_and_replaced_but_not_for_ever(engines):
     import ray
 
     def kill(rank: int) -> None:
-        supervisor = psutil.Process(ray.get(engines.actors[rank].pid.remote()))
+        supervisor = psutil.Process(ray.get(engines.actors[rank][0].pid.remote()))
         family = supervisor.children(recursive=True)
         family[0].kill()                     # the HTTP server; its scheduler and the supervisor must follow
         assert gone([supervisor, *family], 10.0)

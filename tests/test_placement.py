@@ -60,20 +60,30 @@ def test_engines_lie_on_one_node():
     # of the other.
     places = nodes(4, 3)
     trainers, engines = placement.assign(places, 3, 2, 2, colocate=False)
-    held = [[places[bundle + k] for k in range(2)] for bundle, _ in engines]
-    assert held == [[("node0", 2), ("node0", 3)], [("node1", 1), ("node1", 2)]] and [first for _, first in engines] == [2, 1]
+    held = [[[places[bundle] for bundle in part] for part in engine] for engine in engines]
+    assert held == [[[("node0", 2), ("node0", 3)]], [[("node1", 1), ("node1", 2)]]]
     assert [places[i] for i in trainers] == [("node0", 0), ("node0", 1), ("node1", 0)]
 
 
 def test_colocated_both_sides_have_every_gpu():
     shuffled = [("node1", 1), ("node0", 0), ("node1", 0), ("node0", 1)]      # as Ray hands bundles out
     trainers, engines = placement.assign(shuffled, 4, 2, 2, colocate=True)
-    assert trainers == [1, 3, 2, 0] and engines == [(1, 0), (2, 0)]
+    assert trainers == [1, 3, 2, 0] and engines == [[[1, 3]], [[2, 0]]]
+
+
+def test_an_engine_spans_nodes_only_where_none_is_wide_enough():
+    places = nodes(4, 4, 4)
+    _, (engine,) = placement.assign(places, 4, 1, 8, colocate=False)
+    assert [[places[i] for i in part] for part in engine] == [[("node1", k) for k in range(4)], [("node2", k) for k in range(4)]]
+    _, engines = placement.assign(places, 4, 2, 4, colocate=False)
+    assert [[places[part[0]][0] for part in engine] for engine in engines] == [["node1"], ["node2"]]
+    _, (engine,) = placement.assign(places, 4, 1, 6, colocate=False)     # not 2 + 4: SGLang wants as many on each node
+    assert [[places[i] for i in part] for part in engine] == [[("node1", k) for k in (1, 2, 3)], [("node2", k) for k in range(3)]]
 
 
 def test_no_room_is_said():
     with pytest.raises(ValueError, match="only 0 of 1 engines find 4 GPUs side by side .*rollout_num_gpus_per_engine lower"):
-        placement.assign(nodes(2, 2), 0, 1, 4, colocate=False)
+        placement.assign(nodes(3, 1), 0, 1, 4, colocate=False)
     with pytest.raises(ValueError, match="only 0 of 1 engines find 2 GPUs"):
         placement.assign([("node0", 0), ("node0", 2)], 0, 1, 2, colocate=False)
 
@@ -88,12 +98,12 @@ def test_a_cluster_of_two_nodes():
         with contextlib.ExitStack() as stack:
             cfg = make_cfg(device="cuda", actor_num_gpus=3, rollout_num_gpus=4, rollout_num_gpus_per_engine=2,
                            ray_address=cluster.address, start_timeout_s=60.0)
-            trainers, engines, _ = placement.start_ray(cfg, stack)
-            group = trainers[0][0]
+            found = placement.start_ray(cfg, stack)
+            group = found.trainers[0][0]
             places = placement.ask_bundles(group, 7, placement.where, 60.0)
             assert len({node for node, _ in places}) == 2        # seven GPUs do not fit on one node
-            used = [bundle for _, bundle in trainers]
-            for _, bundle, first in engines:
+            used = [bundle for _, bundle in found.trainers]
+            for (_, bundle, first), in found.engines:
                 node, gpu = places[bundle]
                 other = places.index((node, first + 1))
                 assert gpu == first and not {bundle, other} & set(used)

@@ -218,16 +218,25 @@ def test_surplus_groups_wait_and_none_is_lost(make):
 
 
 # ---- Partial rollout -----------------------------------------------------------------------------------------------------
-async def mostly_long(args, sample, params):
-    """Groups 0 and 1 are done at once; of 2 and 3 the first sample is, and its siblings go on; later groups are last."""
-    short = sample.group_index < 2 or sample.index % args.n_samples_per_prompt == 0
-    length = 8 if short else 300 if sample.group_index < 4 else 480
-    return await args.generate(sample, params | {"max_new_tokens": length, "ignore_eos": True})
+def mostly_long():
+    """Groups 2 and 3: the first sample is soon done and its siblings go on; 0 and 1 are done just after; later ones are last."""
+    first_ones = [asyncio.Event(), asyncio.Event()]
+
+    async def generate(args, sample, params):
+        group, first = sample.group_index, sample.index % args.n_samples_per_prompt == 0
+        if group < 2:
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in first_ones)), 60)
+        length = 8 if group < 2 or first else 300 if group < 4 else 480
+        sample = await args.generate(sample, params | {"max_new_tokens": length, "ignore_eos": True})
+        if group in (2, 3) and first:
+            first_ones[group - 2].set()
+        return sample
+    return generate
 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_partial_rollout_goes_on(make, engines, reference, mask):
-    rollout = make(rollout_batch_size=2, over_sampling_batch_size=4, custom_generate_function=mostly_long,
+    rollout = make(rollout_batch_size=2, over_sampling_batch_size=4, custom_generate_function=mostly_long(),
                    partial_rollout=True, mask_offpolicy_in_partial_rollout=mask)
     first = rollout.generate(0)
     assert sorted(groups_of(first.samples)) == [0, 1] and outcomes(first.metrics)["put_back"] == 2
@@ -257,7 +266,7 @@ def test_partial_rollout_goes_on(make, engines, reference, mask):
 
 
 def test_without_partial_rollout_aborted_groups_start_again(make):
-    rollout = make(rollout_batch_size=2, over_sampling_batch_size=4, custom_generate_function=mostly_long)
+    rollout = make(rollout_batch_size=2, over_sampling_batch_size=4, custom_generate_function=mostly_long())
     begin = time.monotonic()
     rollout.generate(0)
     assert time.monotonic() - begin < 60
@@ -465,7 +474,7 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
     def kill():
         time.sleep(0.7)
         done_at_kill.append(len(done))
-        psutil.Process(ray.get(engines.actors[1].pid.remote())).kill()
+        psutil.Process(ray.get(engines.actors[1][0].pid.remote())).kill()
     killer = threading.Thread(target=kill)
     killer.start()
     result = rollout.generate(0)

@@ -28,6 +28,7 @@ from helpers import make_cfg
 
 LAYOUTS = {"one": dict(actor_num_gpus=1),
            "tp2": dict(actor_num_gpus=2, tensor_model_parallel_size=2),
+           "dp2": dict(actor_num_gpus=2),    # each replica serves one of the engines, where weights travel through memory
            "pp2": dict(actor_num_gpus=2, pipeline_model_parallel_size=2)}
 SMALL = 40_000                               # bytes of a bucket: several tensors each, several buckets
 versions = itertools.count(1)                # every push has its own number, so that a stale answer shows
@@ -49,7 +50,8 @@ def engines(tiny_model, tmp_path_factory):
 def trainers(request, engines, tiny_model, tmp_path_factory):
     # lr: a step that moves every log-prob. Every sync is checked.
     cfg = make_cfg(**LAYOUTS[request.param], start_timeout_s=180.0, train_timeout_s=60.0, lr=0.05, global_batch_size=4,
-                   n_samples_per_prompt=4, rollout_batch_size=1, update_weight_buffer_size=SMALL, check_weight_update_interval=1)
+                   n_samples_per_prompt=4, rollout_batch_size=1, update_weight_buffer_size=SMALL, check_weight_update_interval=1,
+                   rollout_num_gpus=2)
     trainers = Trainers(cfg)
     try:
         trainers.start(tiny_model, None, 10, str(tmp_path_factory.mktemp("disk")))
@@ -83,6 +85,14 @@ def on_every_rank(trainers: Trainers, function, *args) -> list:
     """function(TrainActor, ...) inside each trainer -> the answers of all ranks."""
     import ray
     return ray.get([actor.__ray_call__.remote(function, *args) for actor in trainers.actors], timeout=60)
+
+
+def push(trainers: Trainers, engines: Engines, **kw) -> int:
+    """The trainers' weights as a new version -> its number."""
+    version = next(versions)
+    on_every_rank(trainers, setattr, "version", version)
+    trainers.push_weights(engines, version, **kw)
+    return version
 
 
 def load(trainers: Trainers, folder: str, **changes) -> None:
@@ -147,6 +157,9 @@ def test_saved_folder_is_the_model(trainers, other_model, tmp_path):
 def test_weights_arrive(trainers, engines, other_model, transport):
     load(trainers, other_model, update_weight_transport=transport)
     version = next(versions)
+    on_every_rank(trainers, setattr, "version", version)
+    with pytest.raises(AssertionError, match=f"pushed weights of version {version}, the loop is at {version + 1}"):
+        trainers.push_weights(engines, version + 1)
     answer = trainers.push_weights(engines, version)
     assert_engines_compute_with(other_model, engines.urls, version)
     numbers = sum(t.numel() for t in load_file(f"{other_model}/model.safetensors").values())
@@ -167,31 +180,32 @@ def test_trained_weights_arrive(trainers, engines, other_model, tmp_path):
     trainers.call("save_hf", str(tmp_path / "saved"))
     after = load_file(tmp_path / "saved" / "model.safetensors")
     assert all((after[name] - before[name]).abs().max() > 0.01 for name in before), "Adam's first step moves each by about lr"
-    version = next(versions)
-    trainers.push_weights(engines, version)
+    version = push(trainers, engines)
     assert_engines_compute_with(str(tmp_path / "saved"), engines.urls, version)
 
 
 # ---- Verifying ---------------------------------------------------------------------------------------------------------
 def flip_one_bit(actor):
     """From now on this rank sends another bit in one element of the last bucket's last tensor."""
-    send = type(actor.sync).send_tensor
+    handle = type(actor.sync).handle
 
-    def corrupted(bucket, urls):
+    def corrupted(bucket):
         if bucket.names[-1] == "model.norm.weight":
-            bucket = dataclasses.replace(bucket, flat=bucket.flat.clone())
+            bucket = actor.kept = dataclasses.replace(bucket, flat=bucket.flat.clone())
             bucket.flat[-4] ^= 1             # the lowest bit of an fp32 number
-        send(actor.sync, bucket, urls)
-    actor.sync.send_tensor = corrupted
+        return handle(actor.sync, bucket)
+    actor.sync.handle = corrupted
 
 
 def lose_one_bucket(actor):
     send = type(actor.sync).send_tensor
-    actor.sync.send_tensor = lambda bucket, urls: None if "model.norm.weight" in bucket.names else send(actor.sync, bucket, urls)
+    actor.sync.send_tensor = lambda bucket, *rest: (
+        rest[-1] if "model.norm.weight" in bucket.names else send(actor.sync, bucket, *rest))
 
 
 def mend(actor):
-    del actor.sync.send_tensor
+    for method in ("handle", "send_tensor"):
+        vars(actor.sync).pop(method, None)
 
 
 @pytest.mark.parametrize("damage", [flip_one_bit, lose_one_bucket])
@@ -200,9 +214,9 @@ def test_a_damaged_sync_is_noticed(trainers, engines, other_model, damage):
     load(trainers, other_model, update_weight_transport="tensor")
     on_every_rank(trainers, damage)
     with pytest.raises(RuntimeError, match=r"engine 0 .* differs from the trainer in .*model\.norm\.weight"):
-        trainers.push_weights(engines, next(versions))
+        push(trainers, engines)
     on_every_rank(trainers, mend)
-    trainers.push_weights(engines, next(versions))           # engines that were left paused take the next one
+    push(trainers, engines)                  # engines that were left paused take the next one
 
 
 def test_one_wrong_element_is_found_and_named(engines, tiny_model, tmp_path):
@@ -237,20 +251,18 @@ def test_a_restarted_engine_gets_the_weights(trainers, engines, tiny_model, othe
     """Only the new engine is sent to; then both again. A process group must be left and joined by the right ones."""
     import ray
     load(trainers, other_model, update_weight_transport=transport)
-    version = next(versions)
-    trainers.push_weights(engines, version)
+    version = push(trainers, engines)
     if transport == "distributed":           # one restart serves all: for the others the engine gets other weights
-        psutil.Process(ray.get(engines.actors[1].pid.remote())).kill()
+        psutil.Process(ray.get(engines.actors[1][0].pid.remote())).kill()
         engines.restart(1)
     else:
         engines.post("/update_weights_from_disk", {"model_path": tiny_model}, only=[1])
     with pytest.raises(AssertionError):
         assert_engines_compute_with(other_model, engines.urls[1:], version)
-    trainers.push_weights(engines, version, only=[1])
+    trainers.push_weights(engines, None, only=[1])
     assert_engines_compute_with(other_model, engines.urls, version)
 
     third = write_other_model(tiny_model, tmp_path / "third", "third" + transport)
     load(trainers, third, update_weight_transport=transport)
-    version = next(versions)
-    trainers.push_weights(engines, version)
+    version = push(trainers, engines)
     assert_engines_compute_with(third, engines.urls, version)
