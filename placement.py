@@ -98,7 +98,8 @@ def assign(places: list[tuple[str, int]], ranks: int, engines: int, width: int, 
             taken |= set(window)
     if len(found) < engines:
         raise ValueError(f"only {len(found)} of {engines} engines find {width} GPUs side by side on one node, or as many "
-                         f"on each of several, in {sorted(places)}; set rollout_num_gpus_per_engine lower, or give Ray whole nodes")
+                         f"on each of several, in {sorted(places)}; set rollout_num_gpus_per_engine lower, or give Ray "
+                         "whole nodes")
     rest = order if colocate else [i for i in order if i not in taken]
     return rest[:ranks], found[::-1]
 

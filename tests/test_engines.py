@@ -4,7 +4,6 @@ test_engines.py: do the servers live, obey and die as engines.py says? Two real 
 Test:  pytest tests/test_engines.py      (about 70 s: four SGLang starts, most of it imports)
 Left out on purpose: GPUs and placement groups; whether what is generated is right is tests/test_cpu.py.
 """
-import contextlib
 import os
 import signal
 import subprocess
@@ -64,6 +63,14 @@ def gone(processes: list[psutil.Process], limit_s: float) -> bool:
     while not all(map(dead, processes)) and time.monotonic() < end:
         time.sleep(0.1)
     return all(map(dead, processes))
+
+
+def output_of(process: psutil.Process) -> str:
+    """The file that its stdout goes to."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1")
+    except OSError:                          # it has ended, or is somebody else's
+        return ""
 
 
 # ---- Requests and control ----------------------------------------------------------------------------------------------
@@ -209,15 +216,8 @@ if __name__ == "__main__":
     process = subprocess.Popen([sys.executable, str(tmp_path / "driver.py")], env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert any(line == "up\n" for line in process.stdout), "the driver ended before its engine was up"
-        # Ray's daemons too are its descendants; they have their own way to end. A look at processes that start and end all
-        # the time may miss one, so look again.
-        end, servers = time.monotonic() + 10, []
-        while len(servers) < 5 and time.monotonic() < end:
-            servers = []
-            for p in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if "engines.py" in " ".join(p.cmdline()) or "sglang" in p.name():
-                        servers.append(p)
+        # By their logs: what Ray's daemons have started need not be the driver's descendants.
+        servers = [p for p in psutil.process_iter() if output_of(p).startswith(str(tmp_path))]
         assert len(servers) >= 5, "two supervisors, the router, the server, its scheduler"
     finally:
         process.kill()

@@ -27,6 +27,7 @@ from rewards import RewardError
 from rollout import DynamicFilterOutput, Rollout, check_reward_nonzero_std, pass_at_k
 
 CONTEXT = 512                                # tokens: the tiny model's max_position_embeddings
+LONG = 480                                   # tokens of an answer in which there is time to abort it
 
 
 # ---- What is shared ----------------------------------------------------------------------------------------------------
@@ -219,17 +220,22 @@ def test_surplus_groups_wait_and_none_is_lost(make):
 
 # ---- Partial rollout -----------------------------------------------------------------------------------------------------
 def mostly_long():
-    """Groups 2 and 3: the first sample is soon done and its siblings go on; 0 and 1 are done just after; later ones are last."""
-    first_ones = [asyncio.Event(), asyncio.Event()]
+    """Of groups 2 and 3 the first sample is soon done and its siblings take long; groups 0 and 1 end just after those two, and
+    later groups after the siblings."""
+    ended, change = collections.Counter(), asyncio.Condition()
 
     async def generate(args, sample, params):
-        group, first = sample.group_index, sample.index % args.n_samples_per_prompt == 0
-        if group < 2:
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in first_ones)), 60)
-        length = 8 if group < 2 or first else 300 if group < 4 else 480
+        kind = ("short" if sample.group_index < 2 else "late" if sample.group_index > 3
+                else "long" if sample.index % args.n_samples_per_prompt else "first")
+        need = {"short": ("first", 2), "late": ("long", 4)}.get(kind)
+        if need:
+            async with change:
+                await asyncio.wait_for(change.wait_for(lambda: ended[need[0]] >= need[1]), 60)
+        length = LONG if kind in ("long", "late") else 8
         sample = await args.generate(sample, params | {"max_new_tokens": length, "ignore_eos": True})
-        if group in (2, 3) and first:
-            first_ones[group - 2].set()
+        async with change:
+            ended[kind] += sample.status == Status.TRUNCATED
+            change.notify_all()
         return sample
     return generate
 
@@ -244,7 +250,7 @@ def test_partial_rollout_goes_on(make, engines, reference, mask):
     for group in rollout.data.buffer:
         assert group[0].status == Status.TRUNCATED and group[0].response_length == 8
         for s in group[1:]:
-            assert s.status == Status.PENDING and 0 < s.response_length < 300
+            assert s.status == Status.PENDING and 0 < s.response_length < LONG
         before |= {s.index: list(s.tokens) for s in group}
 
     engines.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
@@ -255,7 +261,7 @@ def test_partial_rollout_goes_on(make, engines, reference, mask):
     for s in done:
         old = len(before[s.index]) - (len(s.tokens) - s.response_length)
         assert s.tokens[:len(before[s.index])] == before[s.index]
-        assert s.response_length == (8 if s.index % 3 == 0 else 300)
+        assert s.response_length == (8 if s.index % 3 == 0 else LONG)
         assert s.weight_versions == [0] * old + [1] * (s.response_length - old)
         assert s.loss_mask == ([0] * old if mask else [1] * old) + [1] * (s.response_length - old)
         assert_log_probs(reference, s)       # the numbers are the same weights'

@@ -176,7 +176,9 @@ def test_trained_weights_arrive(trainers, engines, other_model, tmp_path):
         samples.append(sample)
     data = buffer.to_train_data(trainers.cfg, samples, [-1.0, 1.0, -1.0, 1.0])
     before = load_file(f"{other_model}/model.safetensors")
-    trainers.train(1, data, buffer.plan(trainers.cfg, data, dp_size=1))
+    cfg = trainers.cfg
+    dp_size = cfg.actor_num_gpus // (cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size)
+    trainers.train(1, data, buffer.plan(cfg, data, dp_size))
     trainers.call("save_hf", str(tmp_path / "saved"))
     after = load_file(tmp_path / "saved" / "model.safetensors")
     assert all((after[name] - before[name]).abs().max() > 0.01 for name in before), "Adam's first step moves each by about lr"
