@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import socket
 
 
 @dataclasses.dataclass
@@ -32,8 +33,15 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
         # Workers import our files, so the repository is on their path. More "CPUs" than there are: most actors only wait.
         path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         env = {"env_vars": {"PYTHONPATH": path}}
-        local = {} if cfg.ray_address else dict(num_cpus=32, include_dashboard=False)
-        ray.init(address=cfg.ray_address, runtime_env=env, log_to_driver=True, logging_level="warning", **local)
+        address = cfg.ray_address or os.environ.get("RAY_ADDRESS")           # `ray job submit` sets the latter
+        local = {} if address else dict(num_cpus=32, include_dashboard=False)
+        try:
+            if address and address.count(":") == 1:              # ray.init would try for four minutes
+                socket.create_connection(address.split(":"), 10).close()
+            ray.init(address=address, runtime_env=env, log_to_driver=True, logging_level="warning", **local)
+        except (OSError, ray.exceptions.RayError) as error:
+            raise ValueError(f"no Ray cluster at ray_address={address!r} ({error}); run `ray start --head` there, or leave "
+                             "ray_address and RAY_ADDRESS unset for a Ray of this run's own") from error
         stack.callback(ray.shutdown)
     if cfg.device == "cpu":
         return None

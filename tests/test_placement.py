@@ -88,7 +88,7 @@ def test_no_room_is_said():
         placement.assign([("node0", 0), ("node0", 2)], 0, 1, 2, colocate=False)
 
 
-def test_a_cluster_of_two_nodes():
+def test_a_cluster_of_two_nodes(monkeypatch):
     import ray
     from ray.cluster_utils import Cluster
     cluster = Cluster()
@@ -109,8 +109,14 @@ def test_a_cluster_of_two_nodes():
                 assert gpu == first and not {bundle, other} & set(used)
                 used += [bundle, other]
             assert sorted(used) == list(range(7))
+            ray.shutdown()
+            monkeypatch.setenv("RAY_ADDRESS", cluster.address)   # as in a job of `ray job submit`
             with pytest.raises(ValueError, match="the run needs 9 GPUs, the Ray cluster has 8; .*add nodes"):
-                placement.start_ray(dataclasses.replace(cfg, actor_num_gpus=5), stack)
+                placement.start_ray(dataclasses.replace(cfg, actor_num_gpus=5, ray_address=None), stack)
+            monkeypatch.delenv("RAY_ADDRESS")
+            ray.shutdown()
+            with pytest.raises(ValueError, match="no Ray cluster at ray_address='127.0.0.1:9' .*ray start --head"):
+                placement.start_ray(dataclasses.replace(cfg, ray_address="127.0.0.1:9"), stack)
     finally:
         ray.shutdown()
         cluster.shutdown()
