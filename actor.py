@@ -92,7 +92,7 @@ class TrainActor:
         if self.cfg.offload_train:
             self.model.start_sleep()
         times["train_time"] = time.perf_counter() - begin
-        return {"steps": per_step, "times": times}
+        return {"steps": per_step, "times": times, "flops": self.model.train_flops([len(t) for t in data["tokens"]])}
 
     def needs_old_log_probs(self, step: int, optimizer_steps: int) -> bool:
         """With one optimizer step the old policy is the current one, so old := logp.detach() saves a whole pass. Step 0 does

@@ -7,6 +7,7 @@ bench.py: how fast, against what limit? The loop of a run file, phase by phase, 
         each step:  2 micro-batches of max_tokens_per_gpu random tokens, in sequences of 2048; beside a bare matrix product
 
 Prints a table and writes bench.json (a run folder beside it). Start-up and the first step, which warms up, are reported apart.
+Limits are measured beside it, right after the loop: a bare matrix product, and a bare copy of as many bytes as a weight sync.
 A ratio compares two things that ran next to each other in the same step: this is what to trust on a noisy machine.
 
 Test:  pytest tests/test_bench.py
@@ -73,16 +74,19 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
                 engines.flush_cache()
                 bare_s, bare_tokens = bare_engine(engines, payloads)
             rows.append(row | {"bare_s": bare_s, "bare_tokens": bare_tokens})
-    return summary(cfg, rows[1:], start_s)
+    report = summary(cfg, rows[1:], start_s)
+    return report | {"matrix_tflops": matrix_rate(cfg), "bare_copy_s": report["update_weights_bytes"] / copy_rate(cfg)}
 
 
 def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollout, logs) -> dict[str, float]:
     """train.py's step, with a phase for each part of the hand-over. -> its seconds and counts"""
     with logs.phase("rollout"):
         result = rollout.generate(step)
+    memory = {"generating_gb": used_gb(cfg)}
     with logs.phase("engines_sleep"):
         if cfg.offload_rollout:
             engines.sleep()
+    memory["between_gb"] = used_gb(cfg)      # where offloaded: what is left of both sides
     with logs.phase("trainers_wake"):
         if cfg.offload_train:
             trainers.wake()
@@ -90,6 +94,7 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
         data = buffer.to_train_data(cfg, result.samples, result.rewards)
         answer = trainers.train(step, data, buffer.plan(cfg, data, dp_size))
         metrics = checks.examine(cfg, step, result, answer, logs.print)
+    memory["training_gb"] = used_gb(cfg)
     with logs.phase("engines_wake_weights"):
         if cfg.offload_rollout:
             engines.wake(["weights"])
@@ -106,7 +111,8 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
     return {f"{name}_s": metrics[f"perf/{name}_time"] for name in PHASES + ("step",)} | {
             "in_trainers_s": answer["times"]["train_time"], "optimizer_s": answer["times"]["actor_train_time"],
             "rollout_tokens": sum(s.response_length for s in result.samples),
-            "train_tokens": sum(len(s.tokens) for s in result.samples), "bytes": metrics["perf/update_weights_bytes"]} | {
+            "train_tokens": sum(len(s.tokens) for s in result.samples), "bytes": metrics["perf/update_weights_bytes"],
+            "train_tflops": metrics["perf/actor_train_tflops"]} | memory | {
             f"sync_{part}_s": metrics.get(f"perf/update_weights/{part}_time", 0.0) for part in SYNC}
 
 
@@ -121,7 +127,9 @@ def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
         "start_s": start_s,
         "rollout_tokens_per_s": loop_rate, "bare_engine_tokens_per_s": bare_rate,
         "rollout_over_bare_engine": loop_rate / bare_rate,
-        "train_tokens_per_s": mean["train_tokens"] / mean["optimizer_s"], "update_weights_bytes": mean["bytes"],
+        "train_tokens_per_s": mean["train_tokens"] / mean["optimizer_s"], "train_tflops": mean["train_tflops"],
+        "update_weights_bytes": mean["bytes"],
+        "gpu_0_gb": {at: mean[f"{at}_gb"] for at in ("generating", "between", "training")},
         "seconds_per_step": {"step": mean["step_s"]} | parts | {"other": mean["step_s"] - sum(parts.values())},
         "sync_seconds": {part: mean[f"sync_{part}_s"] for part in SYNC},
         # Everything but generating and the trainers' own work: sync, hand-over of data, logging.
@@ -134,16 +142,62 @@ def table(report: dict) -> str:
     seconds = report["seconds_per_step"]
     rates = {"rollout": f"{report['rollout_tokens_per_s']:.0f} tokens/s; the bare engine "
                         f"{report['bare_engine_tokens_per_s']:.0f}: ratio {report['rollout_over_bare_engine']:.2f}",
-             "train": f"{report['train_tokens_per_s']:.0f} tokens/s in the optimizer steps",
+             "train": f"{report['train_tokens_per_s']:.0f} tokens/s, {report['train_tflops']:.3g} TFLOP/s a GPU in the "
+                      f"optimizer steps; a bare matrix product {report['matrix_tflops']:.3g}",
              "update_weights": f"{report['update_weights_bytes'] / 1e6:.1f} MB: " + ", ".join(
-                 f"{part} {report['sync_seconds'][part]:.3f}" for part in report["sync_seconds"]),
+                 f"{part} {report['sync_seconds'][part]:.3f}" for part in report["sync_seconds"])
+                 + f"; a bare copy {report['bare_copy_s']:.3f}",
              "step": f"of which fixed (all but generating and the trainers' work): {report['fixed_cost_s']:.3f} s"}
     lines = [f"{report['date']}  {report['machine']}  {report['steps']} steps after 1 to warm up; "
              f"start-up {report['start_s']:.1f} s", f"{'phase':<21}{'s/step':>9}{'share':>8}   rate"]
     for name in (*PHASES, "other", "step"):
         if seconds[name] >= 0.0005 or name == "other":           # nobody leaves the GPU where both sides fit
             lines.append(f"{name:<21}{seconds[name]:>9.3f}{seconds[name] / seconds['step']:>8.0%}   {rates.get(name, '')}")
+    gb = report["gpu_0_gb"]
+    if gb["training"]:
+        lines.append(f"memory of GPU 0: {gb['generating']:.1f} GB when generation ends, {gb['training']:.1f} when training "
+                     f"ends, {gb['between']:.1f} after the engines fell asleep and before the trainers woke up")
     return "\n".join(lines)
+
+
+# ---- Limits --------------------------------------------------------------------------------------------------------------
+def used_gb(cfg: base.Config) -> float:
+    """What all processes together hold on the first GPU."""
+    if cfg.device == "cpu":
+        return 0.0
+    import pynvml
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 1e9
+
+
+def matrix_rate(cfg: base.Config) -> float:
+    """TFLOP/s of a bare square matrix product: what this device can do now."""
+    import torch
+    n, repeats = (8192, 20) if cfg.device == "cuda" else (1024, 3)
+    a = torch.randn(n, n, device=cfg.device, dtype=getattr(torch, cfg.dtype))
+    return 2 * n**3 / seconds_of(lambda: a @ a, repeats, cfg.device) / 1e12
+
+
+def copy_rate(cfg: base.Config) -> float:
+    """Bytes/s of a bare copy from where trainers are to where engines are: the same device, or another GPU."""
+    import torch
+    size = 2**30 if cfg.device == "cuda" else 2**26
+    last = cfg.actor_num_gpus if cfg.device == "cuda" and not cfg.colocate else 0
+    a = torch.empty(size, dtype=torch.uint8, device=cfg.device)
+    b = torch.empty_like(a, device=f"cuda:{last}" if cfg.device == "cuda" else None)
+    return size / seconds_of(lambda: b.copy_(a), 8, cfg.device)
+
+
+def seconds_of(work, repeats: int, device: str) -> float:
+    import torch
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    work()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    wait()
+    return (time.perf_counter() - begin) / repeats
 
 
 # ---- The trainer alone -------------------------------------------------------------------------------------------------
@@ -169,15 +223,14 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
     batches = [buffer.pack(data, one, trainer.pad_to, trainer.device) for one in plan[0][0]]
     start_s, rows = time.perf_counter() - begin, []
     for _ in range(steps + 1):
-        rate = matrix_rate(trainer.device, trainer.dtype)
+        rate = matrix_rate(cfg)
         begin = time.perf_counter()
-        trainer.train_step(batches, lambda x: algos.policy_loss(cfg, x))
-        wait_for(trainer.device)
+        trainer.train_step(batches, lambda x: algos.policy_loss(cfg, x))         # ends with its metrics on the host
         rows.append({"step_s": time.perf_counter() - begin, "matrix_tflops": rate})
     torch.distributed.destroy_process_group()
     rows = rows[1:]
     seconds = sum(row["step_s"] for row in rows) / len(rows)
-    tokens, flops = count * seqlen, train_flops(trainer, seqlen) * count
+    tokens, flops = count * seqlen, trainer.train_flops([seqlen] * count)
     peak = torch.cuda.max_memory_allocated() if cfg.device == "cuda" else 0
     return {
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", "machine": f"{platform.machine()}, {cfg.device}",
@@ -185,36 +238,6 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
         "seconds_per_step": {"step": seconds}, "train_tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12,
         "matrix_tflops": sum(row["matrix_tflops"] for row in rows) / len(rows), "peak_gb": peak / 1e9,
         "rows": rows, "config": base.to_dict(cfg)}
-
-
-def train_flops(trainer, seqlen: int) -> float:
-    """Forward and backward of one sequence: 6 per weight and token, and 3 times the two products of causal attention."""
-    weights = sum(p.numel() for p in trainer.module.parameters())                # all are in matrices, but for 0.01%
-    if not trainer.hf_config.tie_word_embeddings:
-        weights -= trainer.module.embedding.word_embeddings.weight.numel()       # looked up, not multiplied
-    heads = trainer.config.num_attention_heads * trainer.config.kv_channels
-    attention = 2 * 2 * heads * seqlen / 2 * trainer.config.num_layers           # a token sees half of the others
-    return (6 * weights + 3 * attention) * seqlen
-
-
-def matrix_rate(device, dtype) -> float:
-    """TFLOP/s of a bare square matrix product: what this device can do now."""
-    import torch
-    n, repeats = (8192, 20) if device.type == "cuda" else (1024, 3)
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    a @ a
-    wait_for(device)
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        a @ a
-    wait_for(device)
-    return 2 * n**3 * repeats / (time.perf_counter() - begin) / 1e12
-
-
-def wait_for(device) -> None:
-    import torch
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def training_table(report: dict) -> str:

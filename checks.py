@@ -24,6 +24,7 @@ def train_metrics(answer: dict) -> dict[str, float]:
     metrics = {f"train/{k}": sum(s[k] for s in steps if k in s) / len(steps) for k in keys}
     tokens = sum(s["tokens"] for s in steps)
     metrics |= {f"perf/{k}": v for k, v in times.items() if k != "train_time"}
+    metrics["perf/actor_train_tflops"] = answer["flops"] / times["actor_train_time"] / 1e12      # of one GPU
     return metrics | {"train/tokens": tokens, "perf/actor_train_tok_per_s": tokens / times["actor_train_time"]}
 
 

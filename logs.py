@@ -131,7 +131,7 @@ class Logs:
         for column in ("prompt", "response", "label", "reward"):
             table.add_column(column, overflow="fold", max_width=60)
         for s in samples[::max(1, len(samples) // self.cfg.log_samples)][:self.cfg.log_samples]:
-            table.add_row(*(short_text(x) for x in (s.prompt, s.response, s.label, s.reward)))
+            table.add_row(end_of(s.prompt), *(short_text(x) for x in (s.response, s.label, s.reward)))
         self.print(table)
 
     def finish(self) -> None:
@@ -145,8 +145,8 @@ class Logs:
             for column in ("prompt", "right answer", "before", "after"):
                 table.add_column(column, overflow="fold", max_width=50)
             for before, after in self.first_and_last(name)[:5]:
-                row = before["prompt"], before["label"], before["response"], after["response"]
-                table.add_row(*map(short_text, row))
+                row = before["label"], before["response"], after["response"]
+                table.add_row(end_of(before["prompt"]), *map(short_text, row))
             self.print(table)
         self.print(f"run folder: {self.run_dir}  (tensorboard --logdir {self.run_dir})")
 
@@ -160,6 +160,12 @@ class Logs:
                     by_index.setdefault(sample["index"], []).append(sample)
         pairs = [(s[0], s[-1]) for s in by_index.values()]
         return sorted(pairs, key=lambda pair: pair[0]["reward"] == pair[1]["reward"])
+
+
+def end_of(prompt: str, limit: int = 120) -> str:
+    """What is asked stands last; a chat template's words go before it."""
+    prompt = " ".join(prompt.split())
+    return short_text(prompt if len(prompt) <= limit else "... " + prompt[-limit:])
 
 
 def short_text(value, limit: int = 300) -> str:

@@ -375,6 +375,17 @@ class MegatronModel:
         self.scheduler.step(increment=1)
         return algos.reduce_metrics(sums) | {"grad_norm": float(grad_norm), "lr": lr, "tokens": sums["tokens"]}
 
+    def train_flops(self, lengths: list[int]) -> float:
+        """What one rank computes, forward and backward, for its replica's sequences of these lengths: 6 per weight and token,
+        and 3 times the two products of causal attention, in which a token sees half of the others. Recomputation is not
+        counted, so that the rate tells about work that had to be done."""
+        weights = sum(p.numel() for p in self.chunks[0].parameters())            # all are in matrices, but for 0.01%
+        if self.grid.pp_rank == 0 and not self.hf_config.tie_word_embeddings:
+            weights -= self.rows * self.config.hidden_size                       # the embedding is looked up, not multiplied
+        share = self.grid.tp_size * self.grid.pp_size
+        attention = 12 * self.config.num_attention_heads * self.config.kv_channels * self.config.num_layers / 2 / share
+        return sum(6 * weights * n + attention * n**2 for n in lengths)
+
     def reduce_sums(self, per_batch: list[dict[str, Tensor]]) -> dict[str, float]:
         """Add up over micro-batches and DP ranks, then tell every pipeline stage. Every rank must call it."""
         names, packed = [None], None

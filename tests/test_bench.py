@@ -18,9 +18,11 @@ ROOT = pathlib.Path(bench.__file__).parent
 
 
 def test_summary():
-    row = {f"{name}_s": 0.0 for name in bench.PHASES} | dict(step_s=4.0, rollout_s=2.0, train_s=1.0, update_weights_s=0.5, in_trainers_s=0.75, optimizer_s=0.5,
-               rollout_tokens=100, train_tokens=200, bytes=8, bare_s=1.0, bare_tokens=80,
-               sync_pause_s=0.1, sync_send_s=0.2, sync_check_s=0.0, sync_resume_s=0.2)
+    row = {f"{name}_s": 0.0 for name in bench.PHASES} | dict(
+        step_s=4.0, rollout_s=2.0, train_s=1.0, update_weights_s=0.5, in_trainers_s=0.75, optimizer_s=0.5,
+        rollout_tokens=100, train_tokens=200, train_tflops=300.0, bytes=8, bare_s=1.0, bare_tokens=80,
+        generating_gb=120.0, between_gb=5.0, training_gb=110.0,
+        sync_pause_s=0.1, sync_send_s=0.2, sync_check_s=0.0, sync_resume_s=0.2)
     other = row | dict(step_s=6.0, rollout_s=4.0, rollout_tokens=140, bare_tokens=40)
     report = bench.summary(make_cfg(), [row, other], 12.0)
     assert report["rollout_tokens_per_s"] == 240 / 6 and report["bare_engine_tokens_per_s"] == 120 / 2
@@ -29,8 +31,10 @@ def test_summary():
     assert report["seconds_per_step"] == {name: 0.0 for name in bench.PHASES} | dict(
         step=5.0, rollout=3.0, train=1.0, update_weights=0.5, other=0.5)
     assert report["fixed_cost_s"] == 5.0 - 3.0 - 0.75
-    text = bench.table(report)
-    assert "ratio 0.67" in text and "start-up 12.0 s" in text and "1.250 s" in text
+    text = bench.table(report | dict(matrix_tflops=790.0, bare_copy_s=0.004))
+    for said in ("ratio 0.67", "start-up 12.0 s", "1.250 s", "300 TFLOP/s", "product 790", "a bare copy 0.004", "120.0 GB",
+                 " 5.0 after"):
+        assert said in text
 
 
 def test_a_real_run(tiny_model, tmp_path):
@@ -45,6 +49,8 @@ def test_a_real_run(tiny_model, tmp_path):
         assert 16 <= row["rollout_tokens"] <= 128 and 16 <= row["bare_tokens"] <= 128
         assert row["train_tokens"] == row["rollout_tokens"] + 16 * 4
         assert 0 < row["in_trainers_s"] <= row["train_s"] < row["step_s"] and row["bare_s"] > 0
+        assert row["train_tflops"] > 0
+    assert report["matrix_tflops"] > 0 and report["bare_copy_s"] > 0
     parts = dict(report["seconds_per_step"])
     assert parts.pop("step") == pytest.approx(sum(parts.values())) and all(v >= 0 for v in parts.values())
     steps = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]

@@ -66,6 +66,7 @@ def test_staleness():
 
 def test_train_metrics():
     answer = {"steps": [dict(loss=1.0, tokens=10, max_logp=-1.0, grad_norm=2.0), dict(loss=3.0, tokens=30, max_logp=-2.0)],
-              "times": {"actor_train_time": 2.0, "train_time": 3.0}}
+              "times": {"actor_train_time": 2.0, "train_time": 3.0}, "flops": 6e12}
     assert checks.train_metrics(answer) == {"train/loss": 2.0, "train/grad_norm": 1.0, "train/tokens": 40,
-                                            "perf/actor_train_time": 2.0, "perf/actor_train_tok_per_s": 20.0}
+                                            "perf/actor_train_time": 2.0, "perf/actor_train_tok_per_s": 20.0,
+                                            "perf/actor_train_tflops": 3.0}

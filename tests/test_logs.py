@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers import make_cfg
-from logs import Logs, short_text
+from logs import Logs, end_of, short_text
 
 
 def lines(folder) -> list[dict]:
@@ -97,3 +97,4 @@ def test_finish_shows_the_same_prompts_before_and_after(tmp_path, capsys):
 def test_short_text():
     assert short_text(0.123456) == "0.123" and short_text("a" * 301) == "a" * 150 + " ... " + "a" * 150
     assert short_text("[red]") == "\\[red]"  # not a colour
+    assert end_of("system: be good\n" * 20 + "2+3=") == "... " + ("system: be good " * 20 + "2+3=")[-120:] and end_of("2+3=") == "2+3="
