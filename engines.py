@@ -41,7 +41,7 @@ class Engines:
     """All engines of a run and their router. Lives on the driver; use it from one thread at a time."""
 
     def __init__(self, cfg, run_dir: str | pathlib.Path, model_path: str, placement: list[list[tuple]] | None = None):
-        """placement: of each engine, for each of its nodes, (placement_group, bundle_index, first GPU); None without GPUs."""
+        """placement: of each engine, for each of its nodes, (placement_group, bundle, its GPUs there); None without GPUs."""
         self.cfg, self.model_path, self.placement = cfg, str(model_path), placement
         self.log_dir = pathlib.Path(run_dir).absolute() / "logs"
         self.num_engines = cfg.rollout_num_gpus // cfg.rollout_num_gpus_per_engine
@@ -186,18 +186,16 @@ class Engines:
         """One node's part of an engine as a Ray actor, in its place."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-        options, base_gpu_id = dict(num_cpus=0), 0
+        options, gpus = dict(num_cpus=0), None
         if place is not None:
-            group, bundle, base_gpu_id = place
-            # The server finds its GPUs by base_gpu_id, so Ray must hide none of them, and a share of one GPU is enough
-            # to sit in the bundle; the trainer of a colocated run sits there too.
-            show_all = dict(env_vars={"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
-            options |= dict(num_gpus=0.2, runtime_env=show_all, scheduling_strategy=PlacementGroupSchedulingStrategy(
-                                group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True))
-        args = server_args(self.cfg, rank, self.model_path, base_gpu_id) | dict(nnodes=nodes, node_rank=node_rank)
+            group, bundle, gpus = place
+            # A share of its first GPU is enough to sit there; the trainer of a colocated run sits there too.
+            options |= dict(num_gpus=0.2, scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=bundle))
+        args = server_args(self.cfg, rank, self.model_path) | dict(nnodes=nodes, node_rank=node_rank)
         cpu_engines = self.num_engines if self.cfg.device == "cpu" else 0
         log = self.log_dir / f"engine_{rank}{f'_node_{node_rank}' if node_rank else ''}.log"
-        return ray.remote(Engine).options(**options).remote(args, str(log), cpu_engines)
+        return ray.remote(Engine).options(**options).remote(args, str(log), cpu_engines, gpus)
 
     def _end(self, rank: int) -> None:
         import ray
@@ -209,11 +207,11 @@ class Engines:
             ray.kill(actor)
 
 
-def server_args(cfg, rank: int, model_path: str, base_gpu_id: int) -> dict[str, Any]:
+def server_args(cfg, rank: int, model_path: str) -> dict[str, Any]:
     """SGLang's ServerArgs of one engine; the user's own settings (cfg.sglang) go over ours."""
     args = dict(
         model_path=model_path, device=cfg.device, dtype=cfg.dtype, trust_remote_code=False,
-        tp_size=cfg.rollout_num_gpus_per_engine, base_gpu_id=base_gpu_id,
+        tp_size=cfg.rollout_num_gpus_per_engine,
         random_seed=cfg.rollout_seed + rank,     # engines must not draw the same numbers
         enable_deterministic_inference=cfg.deterministic,   # NOTE: a request's sampling_seed is ignored without it
         grammar_backend="none",                  # constrained output is not used, and its import is slow
@@ -236,9 +234,9 @@ def server_args(cfg, rank: int, model_path: str, base_gpu_id: int) -> dict[str, 
 class Engine:
     """A Ray actor that owns one SGLang server, or one node's part of it."""
 
-    def __init__(self, args: dict[str, Any], log: str, cpu_engines: int):
-        """args: server_args(...); cpu_engines: how many engines share the CPU cores, 0 where GPUs compute."""
-        self.args, self.log, self.cpu_engines = args, pathlib.Path(log), cpu_engines
+    def __init__(self, args: dict[str, Any], log: str, cpu_engines: int, gpus: list[str] | None):
+        """args: server_args(...); cpu_engines: how many engines share the CPU cores, 0 where GPUs compute; gpus: those."""
+        self.args, self.log, self.cpu_engines, self.gpus = args, pathlib.Path(log), cpu_engines, gpus
         self.child: Child | None = None
 
     def address(self) -> str:
@@ -254,6 +252,8 @@ class Engine:
                    #                               the moment when their idle connections are closed all fail
                    NCCL_CUMEM_ENABLE="0",        # NOTE: as in the trainers, or the weight-update group hangs for ever
                    SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION="0")   # the router's /health costs no token
+        if self.gpus:                        # Ray has shown this actor the first of them only
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         if self.cpu_engines:
             # NOTE: threads that wait for work by spinning take the core from whoever has it: beside a busy trainer an
             # engine fell from 4,400 to 60 tokens/s. Compiling three small functions takes 10 s and a C++ compiler.

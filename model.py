@@ -446,11 +446,12 @@ class MegatronModel:
         Optimizer state comes in the background: forward and backward passes need none of it.
         """
         self.loading = torch.cuda.Stream() if self.device.type == "cuda" else None
-        for key in [key for key, (_, kind, _) in self.away.items() if not kinds or kind in kinds]:
-            storage, kind, size = self.away.pop(key)
+        coming = [self.away.pop(key) for key, (_, kind, _) in list(self.away.items()) if not kinds or kind in kinds]
+        for storage, _, size in coming:
             storage.resize_(size)
-            if self.loading is not None:     # the memory may be in use by what was queued before
-                self.loading.wait_stream(torch.cuda.current_stream())
+        if self.loading is not None:         # the memory may be in use by what was queued before
+            self.loading.wait_stream(torch.cuda.current_stream())
+        for storage, kind, _ in coming:
             if kind != "gradients":          # those are zeroed before they are added to
                 with torch.cuda.stream(self.loading if kind == "state" else None):
                     as_bytes(storage).copy_(self.host[storage._cdata], non_blocking=True)

@@ -20,7 +20,7 @@ import socket
 @dataclasses.dataclass
 class Places:
     trainers: list[tuple]                    # of each rank: (placement group, its bundle)
-    engines: list[list[tuple]]               # of each engine, for each of its nodes: (group, first bundle, first GPU there)
+    engines: list[list[tuple]]               # of each engine, for each of its nodes: (group, first bundle, its GPUs there)
     owners: list[list[int]]                  # colocated: the trainer rank on each GPU of each engine
     gpu_bytes: int                           # colocated: of the smallest GPU
 
@@ -59,22 +59,24 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
     trainers, engines = assign(places, cfg.actor_num_gpus, count // width, width, cfg.colocate)
     return Places(
         trainers=[(group, bundle) for bundle in trainers],
-        engines=[[(group, part[0], places[part[0]][1]) for part in engine] for engine in engines],
+        engines=[[(group, part[0], [places[i][1] for i in part]) for part in engine] for engine in engines],
         owners=[[trainers.index(bundle) for part in engine for bundle in part] for engine in engines] if cfg.colocate else [],
         gpu_bytes=min(ask_bundles(group, gpus, memory, cfg.start_timeout_s)) if cfg.colocate else 0)
 
 
-def where() -> tuple[str, int]:
-    """This bundle's node and the number of its GPU there."""
+def where() -> tuple[str, str]:
+    """This bundle's node, and its GPU there as CUDA_VISIBLE_DEVICES would name it."""
     import ray
-    return ray.util.get_node_ip_address() + " " + ray.get_runtime_context().get_node_id(), int(ray.get_gpu_ids()[0])
+    return ray.util.get_node_ip_address() + " " + ray.get_runtime_context().get_node_id(), str(ray.get_gpu_ids()[0])
 
 
 def memory() -> int:
     """Bytes of this bundle's GPU."""
     import pynvml
     pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(where()[1])).total
+    gpu = where()[1]
+    handle = pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(gpu)
+    return pynvml.nvmlDeviceGetMemoryInfo(handle).total
 
 
 def ask_bundles(group, count: int, question, timeout_s: float) -> list:
@@ -86,28 +88,26 @@ def ask_bundles(group, count: int, question, timeout_s: float) -> list:
         group, placement_group_bundle_index=i)).remote() for i in range(count)], timeout=timeout_s)
 
 
-def assign(places: list[tuple[str, int]], ranks: int, engines: int, width: int, colocate: bool) -> tuple[list, list]:
+def assign(places: list[tuple[str, str]], ranks: int, engines: int, width: int, colocate: bool) -> tuple[list, list]:
     """places: (node, GPU there) of each bundle -> (bundle of each trainer rank, bundles on each node of each engine).
 
-    An engine's GPUs lie side by side on one node; only where no node is that wide, on several, equally many on each. Engines
-    choose first, from the last node backwards; trainers take what is left, node by node, so that tensor-parallel neighbours
-    are neighbours. Colocated, each side has all of them.
+    An engine's GPUs are on one node; only where no node has as many, on several, equally many on each. Engines choose first,
+    from the last node backwards; trainers take what is left, node by node, so that tensor-parallel neighbours are neighbours.
+    Colocated, each side has all of them.
     """
-    order = sorted(range(len(places)), key=lambda i: places[i])
+    order = sorted(range(len(places)), key=lambda i: (places[i][0], len(places[i][1]), places[i][1]))     # "9" before "10"
     widest = max(collections.Counter(node for node, _ in places).values())
     taken, found = set(), []
     for start in reversed(range(len(order) - width + 1)):
         window = order[start:start + width]
         parts = [list(part) for _, part in itertools.groupby(window, key=lambda i: places[i][0])]
-        side_by_side = all(places[part[-1]][1] - places[part[0]][1] == len(part) - 1 for part in parts)
         fits = len(parts) == 1 or (width > widest and len({len(part) for part in parts}) == 1)
-        if len(found) < engines and side_by_side and fits and not taken & set(window):
+        if len(found) < engines and fits and not taken & set(window):
             found.append(parts)
             taken |= set(window)
     if len(found) < engines:
-        raise ValueError(f"only {len(found)} of {engines} engines find {width} GPUs side by side on one node, or as many "
-                         f"on each of several, in {sorted(places)}; set rollout_num_gpus_per_engine lower, or give Ray "
-                         "whole nodes")
+        raise ValueError(f"only {len(found)} of {engines} engines find {width} GPUs on one node, or equally many on each of "
+                         f"several, in {sorted(places)}; set rollout_num_gpus_per_engine lower, or give Ray whole nodes")
     rest = order if colocate else [i for i in order if i not in taken]
     return rest[:ranks], found[::-1]
 

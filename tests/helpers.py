@@ -8,12 +8,14 @@ Left out on purpose: fixtures; those are in conftest.py.
 import dataclasses
 import io
 import multiprocessing
+import os
 import queue
 import socket
 import time
 import traceback
 from collections.abc import Callable
 
+import psutil
 import torch
 
 from configs.base import Config
@@ -93,3 +95,11 @@ def _work(results, function, rank, world, port, *args):
         results.put((rank, None, data.getvalue()))
     except BaseException:
         results.put((rank, traceback.format_exc(), b""))
+
+
+def output_of(process: psutil.Process) -> str:
+    """The file that its stdout goes to."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1")
+    except OSError:                          # it has ended, or is somebody else's
+        return ""

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from engines import Child, EngineError, Engines, call
-from helpers import make_cfg
+from helpers import make_cfg, output_of
 
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -63,14 +63,6 @@ def gone(processes: list[psutil.Process], limit_s: float) -> bool:
     while not all(map(dead, processes)) and time.monotonic() < end:
         time.sleep(0.1)
     return all(map(dead, processes))
-
-
-def output_of(process: psutil.Process) -> str:
-    """The file that its stdout goes to."""
-    try:
-        return os.readlink(f"/proc/{process.pid}/fd/1")
-    except OSError:                          # it has ended, or is somebody else's
-        return ""
 
 
 # ---- Requests and control ----------------------------------------------------------------------------------------------

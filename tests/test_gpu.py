@@ -1,18 +1,24 @@
 """
-test_gpu.py: what only a GPU does: packed attention, fused kernels, memory that leaves and returns.
+test_gpu.py: what only GPUs do: packed attention, fused kernels, memory that leaves and returns, the loop over several.
 
-Run:   pytest tests/test_gpu.py          skipped where there is no GPU
+Run:   pytest tests/test_gpu.py          skipped where there are not enough GPUs; -m "not multi_gpu" for one
 """
+import json
+import pathlib
+import subprocess
+import sys
+import time
 import types
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 
 import algos
-from helpers import free_port, make_cfg
+from helpers import RUN_FILE, free_port, make_cfg, output_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = [1, 5, 300, 17, 64]
 
 
@@ -104,3 +110,88 @@ def test_memory_leaves_and_returns(model, tiny_model):
         assert kind == "gradients" or torch.equal(model.as_bytes(storage).cpu(), content), kind
     assert {kind for _, kind, _ in before} == {"weights", "state", "gradients"}
     torch.distributed.destroy_process_group()
+
+
+# ---- The loop ------------------------------------------------------------------------------------------------------------
+def several(count):
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= count
+    return [pytest.mark.multi_gpu, pytest.mark.skipif(not enough, reason=f"needs {count} GPUs")]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    """4 steps of a random model in the shape of Qwen3-0.6B."""
+    from configs.shapes import qwen3_0p6b
+    folder = tmp_path_factory.mktemp("loop")
+    qwen3_0p6b(str(folder / "model"))
+    path = folder / "loop.py"
+    path.write_text(RUN_FILE.format(model=str(folder / "model")) + "device = 'cuda'\ncheck_weight_update_interval = 1\n"
+                    "sglang = dict(attention_backend='triton', sampling_backend='pytorch', mem_fraction_static=0.4)\n")
+    return path
+
+
+def start(run_file: pathlib.Path, *args) -> tuple[subprocess.Popen, pathlib.Path]:
+    """A whole run, in which every weight sync is checked by checksums -> its process, its folder."""
+    name = f"run{len(list(run_file.parent.iterdir()))}"
+    command = [sys.executable, "train.py", str(run_file), f"--output_dir={run_file.parent}", f"--run_name={name}", *args]
+    with open(run_file.parent / f"{name}.log", "w") as log:
+        process = subprocess.Popen(command, cwd=pathlib.Path(algos.__file__).parent, stdout=log, stderr=log)
+    return process, run_file.parent / name
+
+
+def finish(process: subprocess.Popen, run_dir: pathlib.Path) -> list[dict]:
+    """-> the metrics of its steps"""
+    try:
+        code = process.wait(400)
+    finally:
+        process.kill()
+    assert code == 0, run_dir.with_suffix(".log").read_text()[-5000:]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def differences(steps: list[dict]) -> list[float]:
+    return [step["train/train_rollout_logprob_abs_diff"] for step in steps]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_engine_killed_while_it_generates(run_file, offload):
+    process, run_dir = start(run_file, "--num_rollout=5", "--rollout_max_response_len=1500", f"--offload_train={offload}",
+                             f"--offload_rollout={offload}")
+    metrics, end = run_dir / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text()) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(2.0)                          # into the second step's generation, which takes several seconds
+    log = str(run_dir / "logs" / "engine_0.log")
+    schedulers = [p for p in psutil.process_iter() if output_of(p) == log and "schedul" in p.name()]
+    assert schedulers, "no engine is running"
+    schedulers[0].kill()
+    steps = finish(process, run_dir)
+    assert len(steps) == 5 and steps[-1]["rollout/engine_restarts"] == 1
+    assert max(differences(steps)) < 0.03, "also the new engine has the trainers' weights"
+
+
+@pytest.mark.parametrize("args", [
+    pytest.param(["--colocate=False", "--actor_num_gpus=1", "--rollout_num_gpus=1", "--async_mode"], marks=several(2)),
+    pytest.param(["--actor_num_gpus=4", "--tensor_model_parallel_size=2", "--sequence_parallel",
+                  "--rollout_num_gpus_per_engine=2"], marks=several(4)),
+    pytest.param(["--colocate=False", "--actor_num_gpus=2", "--tensor_model_parallel_size=2", "--rollout_num_gpus=2",
+                  "--rollout_num_gpus_per_engine=2"], marks=several(4))], ids=["1+1 async", "tp2 x dp2", "2+2"])
+def test_layouts(run_file, args):
+    steps = finish(*start(run_file, *args))
+    assert len(steps) == 4 and max(differences(steps)) < 0.03
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_an_engine_that_spans_two_nodes(run_file):
+    """Two Ray nodes on this machine, one GPU each: the engine's two halves meet over the network, weights come by CUDA IPC."""
+    from ray.cluster_utils import Cluster
+    cluster = Cluster()
+    for gpu in range(2):
+        cluster.add_node(num_cpus=16, num_gpus=1, include_dashboard=False, env_vars={"CUDA_VISIBLE_DEVICES": str(gpu)})
+    try:
+        steps = finish(*start(run_file, f"--ray_address={cluster.address}", "--actor_num_gpus=2",
+                              "--tensor_model_parallel_size=2", "--rollout_num_gpus_per_engine=2"))
+        assert len(steps) == 4 and max(differences(steps)) < 0.03
+    finally:
+        cluster.shutdown()

@@ -52,7 +52,7 @@ def test_what_the_user_says_stands():
 
 # ---- Who gets which GPU --------------------------------------------------------------------------------------------------
 def nodes(*sizes):
-    return [(f"node{n}", gpu) for n, size in enumerate(sizes) for gpu in range(size)]
+    return [(f"node{n}", str(gpu)) for n, size in enumerate(sizes) for gpu in range(size)]
 
 
 def test_engines_lie_on_one_node():
@@ -61,12 +61,12 @@ def test_engines_lie_on_one_node():
     places = nodes(4, 3)
     trainers, engines = placement.assign(places, 3, 2, 2, colocate=False)
     held = [[[places[bundle] for bundle in part] for part in engine] for engine in engines]
-    assert held == [[[("node0", 2), ("node0", 3)]], [[("node1", 1), ("node1", 2)]]]
-    assert [places[i] for i in trainers] == [("node0", 0), ("node0", 1), ("node1", 0)]
+    assert held == [[[("node0", "2"), ("node0", "3")]], [[("node1", "1"), ("node1", "2")]]]
+    assert [places[i] for i in trainers] == [("node0", "0"), ("node0", "1"), ("node1", "0")]
 
 
 def test_colocated_both_sides_have_every_gpu():
-    shuffled = [("node1", 1), ("node0", 0), ("node1", 0), ("node0", 1)]      # as Ray hands bundles out
+    shuffled = [("node1", "1"), ("node0", "0"), ("node1", "0"), ("node0", "1")]      # as Ray hands bundles out
     trainers, engines = placement.assign(shuffled, 4, 2, 2, colocate=True)
     assert trainers == [1, 3, 2, 0] and engines == [[[1, 3]], [[2, 0]]]
 
@@ -74,18 +74,23 @@ def test_colocated_both_sides_have_every_gpu():
 def test_an_engine_spans_nodes_only_where_none_is_wide_enough():
     places = nodes(4, 4, 4)
     _, (engine,) = placement.assign(places, 4, 1, 8, colocate=False)
-    assert [[places[i] for i in part] for part in engine] == [[("node1", k) for k in range(4)], [("node2", k) for k in range(4)]]
+    assert [[places[i] for i in part] for part in engine] == [nodes(4, 4, 4)[4:8], nodes(4, 4, 4)[8:]]
     _, engines = placement.assign(places, 4, 2, 4, colocate=False)
     assert [[places[part[0]][0] for part in engine] for engine in engines] == [["node1"], ["node2"]]
     _, (engine,) = placement.assign(places, 4, 1, 6, colocate=False)     # not 2 + 4: SGLang wants as many on each node
-    assert [[places[i] for i in part] for part in engine] == [[("node1", k) for k in (1, 2, 3)], [("node2", k) for k in range(3)]]
+    assert [[places[i] for i in part] for part in engine] == [nodes(4, 4, 4)[5:8], nodes(4, 4, 4)[8:11]]
 
 
 def test_no_room_is_said():
-    with pytest.raises(ValueError, match="only 0 of 1 engines find 4 GPUs side by side .*rollout_num_gpus_per_engine lower"):
+    with pytest.raises(ValueError, match="only 0 of 1 engines find 4 GPUs on one node.*rollout_num_gpus_per_engine lower"):
         placement.assign(nodes(3, 1), 0, 1, 4, colocate=False)
-    with pytest.raises(ValueError, match="only 0 of 1 engines find 2 GPUs"):
-        placement.assign([("node0", 0), ("node0", 2)], 0, 1, 2, colocate=False)
+
+
+def test_gpus_that_are_not_the_first_ones():
+    """As with CUDA_VISIBLE_DEVICES=9,10,2 on a shared machine: an engine is told which, so they may be any."""
+    places = [("node0", gpu) for gpu in ("9", "10", "2")]
+    trainers, (engine,) = placement.assign(places, 1, 1, 2, colocate=False)
+    assert engine == [[0, 1]] and trainers == [2]
 
 
 def test_a_cluster_of_two_nodes(monkeypatch):
@@ -103,11 +108,11 @@ def test_a_cluster_of_two_nodes(monkeypatch):
             places = placement.ask_bundles(group, 7, placement.where, 60.0)
             assert len({node for node, _ in places}) == 2        # seven GPUs do not fit on one node
             used = [bundle for _, bundle in found.trainers]
-            for (_, bundle, first), in found.engines:
+            for (_, bundle, gpus), in found.engines:
                 node, gpu = places[bundle]
-                other = places.index((node, first + 1))
-                assert gpu == first and not {bundle, other} & set(used)
-                used += [bundle, other]
+                own = [places.index((node, one)) for one in gpus]
+                assert own[0] == bundle and len(own) == 2 and not set(own) & set(used)
+                used += own
             assert sorted(used) == list(range(7))
             ray.shutdown()
             monkeypatch.setenv("RAY_ADDRESS", cluster.address)   # as in a job of `ray job submit`
