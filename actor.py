@@ -234,7 +234,7 @@ class Trainers:
             with timed(times, "check"):
                 import weights_sync
                 have = engines.post("/weights_checker", {"action": "checksum"}, only=only)
-                weights_sync.compare_checksums(answer["expected"], have)
+                weights_sync.compare_checksums(answer["expected"], have, ranks)
         with timed(times, "resume"):
             engines.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, only=only)
             if only is None:

@@ -72,8 +72,7 @@ class Engines:
 
     def stop(self) -> None:
         self.router.stop()                   # first, or it fills its log with the engines' deaths
-        for rank in range(len(self.actors)):
-            self._end(rank)
+        self._end([actor for own in self.actors for actor in own])
         self.actors, self.urls = [], []
 
     def __enter__(self):
@@ -158,7 +157,7 @@ class Engines:
                               f"machine is to blame, set max_engine_restarts higher. {log} ends:\n{tail(log)}")
         self.check_router()
         self.router.unregister(self.urls[rank])
-        self._end(rank)
+        self._end(self.actors[rank])
         self.urls[rank] = ray.get(self._start(rank), timeout=limit_s + 30)[0]
         self.router.register([self.urls[rank]], limit_s)
 
@@ -197,13 +196,12 @@ class Engines:
         log = self.log_dir / f"engine_{rank}{f'_node_{node_rank}' if node_rank else ''}.log"
         return ray.remote(Engine).options(**options).remote(args, str(log), cpu_engines, gpus)
 
-    def _end(self, rank: int) -> None:
+    @staticmethod
+    def _end(actors: list) -> None:
         import ray
-        for actor in self.actors[rank]:
-            try:
-                ray.get(actor.stop.remote(), timeout=30)
-            except ray.exceptions.RayError:  # dead, or busy starting: its server dies with it
-                pass
+        if actors:                           # one that is dead or busy starting does not stop: its server dies with it
+            ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=30)
+        for actor in actors:
             ray.kill(actor)
 
 
@@ -422,15 +420,14 @@ class Child:
 
 
 def supervise() -> None:
-    """What a Child runs first. It forks before anything is imported or any thread exists."""
+    """What a Child runs first. It forks before SGLang is imported or any thread exists."""
     kind, args = pickle.load(sys.stdin.buffer)
-    server = os.fork()
+    server = os.fork()                       # the router never gives Python's lock away: the watch is another process's
     if server == 0:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG: a killed supervisor takes the server along
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         serve_router(args) if kind == "router" else serve_sglang(args)
         return
-    # The router never gives Python's lock away, so the watch must be another process's.
     threading.Thread(target=exit_with, args=(server,), daemon=True).start()
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
@@ -462,14 +459,16 @@ def serve_router(args: dict[str, Any]) -> None:
 def free_port(host: str) -> int:
     """A port that nobody has now. NOTE: from below 32768, where the kernel's range for outgoing connections begins: a
     server takes the port up to 20 s later, and by then one of those might have it."""
-    while True:
+    for _ in range(100):
         port = random.SystemRandom().randint(15000, 30000)
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
                 return port
-            except OSError:
-                continue
+            except OSError as error:
+                problem = error
+    raise EngineError(f"no port of {host} can be taken ({problem}); is that this machine's address? Ray calls it so: start "
+                      "Ray with --node-ip-address=...")
 
 
 def tail(log: pathlib.Path, lines: int = 30) -> str:

@@ -127,7 +127,7 @@ class Logs:
         """A few samples of this step, as a table."""
         if not self.cfg.log_samples or not self.console.is_terminal:
             return
-        table = Table(title=f"samples of step {step}", title_justify="left", show_lines=False)
+        table = Table(title=f"samples of step {step + 1}", title_justify="left", show_lines=False)
         for column in ("prompt", "response", "label", "reward"):
             table.add_column(column, overflow="fold", max_width=60)
         for s in samples[::max(1, len(samples) // self.cfg.log_samples)][:self.cfg.log_samples]:

@@ -1,8 +1,8 @@
 """
 placement.py: who runs where? A Ray started or joined, and a GPU for every trainer rank and every engine.
 
-    Ray cluster --one placement group, a bundle per GPU--> bundles node by node --> trainer ranks first, engines after them
-                                                                                  (colocated: both sides have all of them)
+    Ray cluster --one placement group, a bundle per GPU--> bundles node by node --> trainers on the first GPUs, engines
+                                                                  on the last ones; colocated, both sides have all
     memory of one GPU, what training needs --share_memory--> who leaves the GPU while the other works
 
 Test:  pytest tests/test_placement.py tests/test_loop.py
@@ -33,10 +33,11 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
         # Workers import our files, so the repository is on their path. More "CPUs" than there are: most actors only wait.
         path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         env = {"env_vars": {"PYTHONPATH": path}}
-        address = cfg.ray_address or os.environ.get("RAY_ADDRESS")           # `ray job submit` sets the latter
-        local = {} if address else dict(num_cpus=32, include_dashboard=False)
+        # `ray job submit` sets RAY_ADDRESS. NOTE: with no address at all, Ray joins whatever cluster this machine has.
+        address = cfg.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+        local = dict(num_cpus=32, include_dashboard=False) if address == "local" else {}
         try:
-            if address and address.count(":") == 1:              # ray.init would try for four minutes
+            if address.count(":") == 1:                          # ray.init would try for four minutes
                 socket.create_connection(address.split(":"), 10).close()
             ray.init(address=address, runtime_env=env, log_to_driver=True, logging_level="warning", **local)
         except (OSError, ray.exceptions.RayError) as error:
@@ -44,6 +45,8 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
                              "ray_address and RAY_ADDRESS unset for a Ray of this run's own") from error
         stack.callback(ray.shutdown)
     if cfg.device == "cpu":
+        if sum(node["Alive"] for node in ray.nodes()) > 1:
+            raise ValueError("a CPU run is for one machine, its weights travel through memory; leave ray_address unset")
         return None
     apart = not cfg.colocate and cfg.loss_type != "sft"
     gpus = cfg.actor_num_gpus + (cfg.rollout_num_gpus if apart else 0)
@@ -53,7 +56,11 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
                          "lower, set colocate=True, or add nodes (ray start --address=...)")
     group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="PACK")
     stack.callback(ray.util.remove_placement_group, group)
-    ray.get(group.ready(), timeout=cfg.start_timeout_s)
+    try:
+        ray.get(group.ready(), timeout=cfg.start_timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        raise TimeoutError(f"{gpus} GPUs were not free in {cfg.start_timeout_s:.0f} s (start_timeout_s); Ray has {have}, of "
+                           f"which free now: {ray.available_resources().get('GPU', 0):g}. Is another run on them?") from None
     places = ask_bundles(group, gpus, where, cfg.start_timeout_s)
     width, count = cfg.rollout_num_gpus_per_engine, 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus
     trainers, engines = assign(places, cfg.actor_num_gpus, count // width, width, cfg.colocate)
@@ -130,6 +137,6 @@ def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
     share = training / gpu_bytes + 0.05      # CUDA's own memory on both sides
     stay = share < 0.5
     new = {key: not stay for key in ("offload_train", "offload_rollout") if getattr(cfg, key) is None}
-    alone = new.get("offload_train", cfg.offload_train)
-    fraction = 0.85 if alone else round(max(0.9 - share, 0.1), 2)
+    turns = new.get("offload_train", cfg.offload_train) and new.get("offload_rollout", cfg.offload_rollout)
+    fraction = 0.85 if turns else round(max(0.9 - share, 0.1), 2)
     return dataclasses.replace(cfg, sglang={"mem_fraction_static": fraction} | cfg.sglang, **new)

@@ -99,7 +99,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                     if cfg.offload_rollout:
                         engines.wake(["kv_cache", "cuda_graph"])
             if stop.is_set() and not last:
-                logs.print(f"stopped by a signal after step {step}; go on with the same command and --resume={run_dir}")
+                logs.print(f"stopped by a signal after step {step + 1}; go on with the same command and --resume={run_dir}")
                 return False
         logs.finish()
         return True

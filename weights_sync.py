@@ -10,13 +10,14 @@ process group, by disk.
 The driver (actor.Trainers.push_weights) wraps this in: pause -> flush -> buckets -> verify -> version -> continue.
 
 Test:  pytest tests/test_weights_sync.py
-Knows nothing about: samples, losses, which weights these are. Data-parallel replicas are equal: one may do.
+Knows nothing about: samples, losses, which weights these are. Data-parallel replicas are equal.
 """
 import base64
 import datetime
 import hashlib
 import pathlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -123,7 +124,7 @@ class WeightSync:
         self.members: set[str] = set()       # engines that hold a group of ours, this one or one before it
         self.pool = ThreadPoolExecutor(16)
         if cfg.device == "cpu":
-            # NOTE: with the default strategy the engine, not our child, refuses the handle and dies.
+            # NOTE: the default strategy passes open files, which only a child may take; the engine is none, and dies of it.
             torch.multiprocessing.set_sharing_strategy("file_system")
         elif cfg.update_weight_transport == "tensor":
             # NOTE: Ray shows us one GPU, which is our 0; the engine sees them all. The patch names a GPU by its UUID.
@@ -139,7 +140,7 @@ class WeightSync:
         """
         assert "weights" not in {kind for _, kind, _ in self.model.away.values()}, "weights are off the GPU: wake() first"
         by_tensor = self.cfg.update_weight_transport == "tensor"
-        alone = not by_tensor or {rank for own in owners for rank in own} == {0}     # rank 0 sends all, its replica helps
+        alone = not by_tensor or {rank for own in owners for rank in own} == {0}     # rank 0 sends all; its replica gathers
         if alone and self.model.grid.dp_rank != 0:
             return {}
         sender = self.model.grid.rank == 0
@@ -170,7 +171,8 @@ class WeightSync:
                 dist.barrier()               # another rank's request may still be reading from `held`
         if not sender:
             return {}
-        expected = expected_checksums(tensors, self.cfg.rollout_num_gpus_per_engine, self.cfg.device) if check else None
+        tp, kv_heads = self.cfg.rollout_num_gpus_per_engine, self.model.hf_config.num_key_value_heads
+        expected = expected_checksums(tensors, tp, kv_heads, self.cfg.device) if check else None
         return {"version": version, "bytes": sent, "expected": expected}
 
     # -- shared memory (CPU) and CUDA IPC (same GPU)
@@ -255,9 +257,7 @@ class WeightSync:
         self.post(urls, "/update_weights_from_disk", [{"model_path": str(folder), "flush_cache": False}] * len(urls))
         for old in self.disk_dir.glob("weights_*"):
             if old != folder:
-                for file in old.iterdir():
-                    file.unlink()
-                old.rmdir()
+                shutil.rmtree(old)
 
     def post(self, urls: list[str], path: str, payloads: list[dict]) -> None:
         """To all engines at once; the first no is an error with the engine's own words, whoever else is still busy."""
@@ -277,7 +277,7 @@ FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_p
 VOCAB_PADDING = 64
 
 
-def expected_checksums(tensors: dict[str, Tensor], tp_size: int, device: str) -> list[dict[str, str]]:
+def expected_checksums(tensors: dict[str, Tensor], tp_size: int, kv_heads: int, device: str) -> list[dict[str, str]]:
     """What /weights_checker must answer for these HF tensors: for each TP rank of an engine, parameter -> checksum."""
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -288,21 +288,22 @@ def expected_checksums(tensors: dict[str, Tensor], tp_size: int, device: str) ->
     for rank in range(tp_size):
         own = {}
         for name, pieces in parts.items():
-            cut = [shard(name, pieces[i], rank, tp_size) for i in sorted(pieces)]
+            cut = [shard(name, pieces[i], rank, tp_size, kv_heads if "qkv" in name and i else tp_size) for i in sorted(pieces)]
             own[name] = checksum(torch.cat(cut) if len(cut) > 1 else cut[0], device)
         checksums.append(own)
     return checksums
 
 
-def shard(name: str, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
-    """One engine rank's part of one HF tensor. [rows/tp, ...] or [rows, columns/tp]"""
+def shard(name: str, tensor: Tensor, rank: int, tp_size: int, heads: int) -> Tensor:
+    """One engine rank's part of one HF tensor. [rows/tp, ...] or [rows, columns/tp]; fewer heads than ranks are repeated."""
     if "embed_tokens" in name or "lm_head" in name:
         rows = -(-tensor.shape[0] // VOCAB_PADDING) * VOCAB_PADDING
         tensor = torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], tensor.shape[1])])
         return tensor.chunk(tp_size)[rank]
     if "o_proj" in name or "down_proj" in name:
         return tensor.chunk(tp_size, dim=1)[rank]
-    return tensor if "norm" in name else tensor.chunk(tp_size)[rank]
+    parts = min(tp_size, heads)
+    return tensor if "norm" in name else tensor.chunk(parts)[rank * parts // tp_size]
 
 
 def checksum(tensor: Tensor, device: str) -> str:
@@ -313,9 +314,11 @@ def checksum(tensor: Tensor, device: str) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()[:8].hex()
 
 
-def compare_checksums(expected: list[dict[str, str]], answers: list[dict]) -> None:
+def compare_checksums(expected: list[dict[str, str]], answers: list[dict], engines: Iterable[int]) -> None:
     """Raise RuntimeError naming the first parameters in which an engine differs from the trainer."""
-    for engine, answer in enumerate(answers):
+    for engine, answer in zip(engines, answers):
+        assert len(answer["ranks"]) == len(expected), (
+            f"engine {engine} has {len(expected)} ranks, and {len(answer['ranks'])} of them said what weights they hold")
         for rank, own in enumerate(answer["ranks"]):
             have, want = own["checksums"], expected[own["parallelism_info"]["tp_rank"]]
             wrong = sorted(n for n in want.keys() | have.keys() if want.get(n) != have.get(n))

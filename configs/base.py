@@ -164,7 +164,7 @@ class Config:
 
     # ---- weight sync -----------------------------------------------------------------------------------------------
     update_weight_transport: Literal["auto", "tensor", "distributed", "disk"] = "auto"  # auto: tensor when colocated
-    update_weight_buffer_size: int = 2 * 1024**3     # bytes of one bucket; two exist at a time
+    update_weight_buffer_size: int = 2 * 1024**3     # bytes of one bucket; three exist at a time
     update_weight_disk_dir: str | None = None        # a folder that trainers and engines share; None: in the run folder
     check_weight_update_interval: int = 20   # the first sync and every n-th are checked tensor by tensor; 0: only the first
 
@@ -246,7 +246,8 @@ ELSEWHERE = dict(learning_rate="lr", temperature="rollout_temperature", top_p="r
 def unknown(key: str) -> str:
     if key in ELSEWHERE:
         return f"unknown setting {key!r}; here it is {ELSEWHERE[key]!r}"
-    near = difflib.get_close_matches(key.replace("-", "_"), FIELDS, 1, 0.5)
+    near = difflib.get_close_matches(key.replace("-", "_"), [*FIELDS, *ELSEWHERE], 1, 0.5)
+    near = [ELSEWHERE.get(name, name) for name in near]
     return f"unknown setting {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see configs/base.py for the list")
 
 
@@ -366,6 +367,8 @@ def validate_layout(cfg: Config) -> None:
          f"{per_engine}; set rollout_num_gpus={per_engine * max(engines // per_engine, 1)}")
     need(cfg.device != "cpu" or per_engine == 1, "SGLang runs an engine on one CPU process only; "
          "set rollout_num_gpus_per_engine=1 and more engines through rollout_num_gpus")
+    need(not cfg.colocate or cfg.device == "cpu" or cfg.loss_type == "sft" or engines == world,
+         f"colocated, both sides share the same GPUs; set rollout_num_gpus={world} like actor_num_gpus, or remove it")
     need(cfg.colocate or not (cfg.offload_train or cfg.offload_rollout),
          "offload_train and offload_rollout are for GPUs that both sides share; set colocate=True or remove them")
     need(cfg.update_weight_transport != "tensor" or cfg.colocate,

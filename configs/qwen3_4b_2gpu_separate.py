@@ -5,7 +5,7 @@ GRPO on Qwen3-4B with two GPUs: one trains, the other generates the next step's 
 """
 device = "cuda"
 hf_checkpoint = "Qwen/Qwen3-4B"
-prompt_data = "data/dapo-math-17k.jsonl"     # rows {"prompt": [chat messages], "label": "34"}
+prompt_data = "data/dapo-math-17k.jsonl"  # yours, as zhuzilin/dapo-math-17k: {"prompt": [chat messages], "label": "34"}
 input_key = "prompt"
 label_key = "label"
 apply_chat_template = True

@@ -6,7 +6,7 @@ GRPO on Qwen3-4B with one node of 8 GPUs, both sides sharing them in turns.
 """
 device = "cuda"
 hf_checkpoint = "Qwen/Qwen3-4B"
-prompt_data = "data/dapo-math-17k.jsonl"     # rows {"prompt": [chat messages], "label": "34"}
+prompt_data = "data/dapo-math-17k.jsonl"  # yours, as zhuzilin/dapo-math-17k: {"prompt": [chat messages], "label": "34"}
 input_key = "prompt"
 label_key = "label"
 apply_chat_template = True

@@ -56,7 +56,7 @@ def test_what_follows_is_filled_in(load):
     assert (cfg.dtype, cfg.max_logprob_diff, cfg.global_batch_size, cfg.eval_reward_key) == ("bfloat16", 0.05, 128, "acc")
     assert (cfg.rollout_num_gpus, cfg.update_weight_transport, cfg.eps_clip_high) == (8, "tensor", 0.1)
     assert (cfg.offload_train, cfg.offload_rollout) == (None, None)          # decided when the GPU's memory is known
-    cfg = load("--device=cuda", "--colocate", "--offload_train=false", "--dtype=float32", "--eps_clip_high=0.3", "--rollout_num_gpus=3")
+    cfg = load("--device=cuda", "--colocate", "--offload_train=false", "--dtype=float32", "--eps_clip_high=0.3", "--actor_num_gpus=3", "--rollout_num_gpus=3")
     assert (cfg.offload_train, cfg.offload_rollout, cfg.dtype) == (False, None, "float32")
     assert (cfg.max_logprob_diff, cfg.eps_clip_high, cfg.rollout_num_gpus) == (1e-4, 0.3, 3)
     sft = load(loss_type="sft", rm_type=None, rollout_temperature=0.0, n_samples_per_prompt=1)
@@ -181,6 +181,7 @@ WRONG = [
     # layout
     (dict(actor_num_gpus=6, tensor_model_parallel_size=4), r"actor_num_gpus 6 is not a multiple of tp 4 \* pp 1; set actor_num_gpus=4"),
     (dict(pipeline_model_parallel_size=2), r"actor_num_gpus 1 is not a multiple of tp 1 \* pp 2; set actor_num_gpus=2"),
+    (dict(device="cuda", colocate=True, actor_num_gpus=2, rollout_num_gpus=4), "set rollout_num_gpus=2 like actor_num_gpus"),
     (dict(sequence_parallel=True), "sequence_parallel needs tensor parallelism; set tensor_model_parallel_size=2"),
     (dict(device="cuda", rollout_num_gpus=3, rollout_num_gpus_per_engine=2),
      "rollout_num_gpus 3 is not a multiple of rollout_num_gpus_per_engine 2; set rollout_num_gpus=2"),

@@ -61,7 +61,7 @@ def test_products_do_not_depend_on_the_number_of_rows(monkeypatch):
 @pytest.fixture(scope="module")
 def engines(tiny_model, tmp_path_factory):
     import ray
-    ray.init(num_cpus=8, include_dashboard=False)
+    ray.init("local", num_cpus=8, include_dashboard=False)
     cfg = make_cfg(rollout_num_gpus=1, deterministic=True, start_timeout_s=180.0)
     with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
         yield engines

@@ -23,7 +23,7 @@ REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 @pytest.fixture(scope="module")
 def engines(tiny_model, tmp_path_factory):
     import ray
-    ray.init(num_cpus=8, include_dashboard=False)
+    ray.init("local", num_cpus=8, include_dashboard=False)
     cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=180.0, max_engine_restarts=1)
     with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
         yield engines
@@ -198,7 +198,7 @@ import ray, time
 from engines import Engines
 from helpers import make_cfg
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init("local", num_cpus=2, include_dashboard=False)
     Engines(make_cfg(rollout_num_gpus=1), {str(tmp_path)!r}, {tiny_model!r}).start()
     print("up", flush=True)
     time.sleep(600)

@@ -34,7 +34,7 @@ LONG = 480                                   # tokens of an answer in which ther
 @pytest.fixture(scope="module")
 def engines(tiny_model, tmp_path_factory):
     import ray
-    ray.init(num_cpus=8, include_dashboard=False)
+    ray.init("local", num_cpus=8, include_dashboard=False)
     cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=180.0)
     with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
         engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})

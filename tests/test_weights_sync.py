@@ -39,7 +39,8 @@ versions = itertools.count(1)                # every push has its own number, so
 def engines(tiny_model, tmp_path_factory):
     import ray
     here = str(pathlib.Path(__file__).parent)    # trainers run functions of this file
-    ray.init(num_cpus=8, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": f"{here}:{pathlib.Path(here).parent}"}})
+    env = {"env_vars": {"PYTHONPATH": f"{here}:{pathlib.Path(here).parent}"}}
+    ray.init("local", num_cpus=8, include_dashboard=False, runtime_env=env)
     cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=180.0)
     with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
         yield engines
@@ -230,20 +231,33 @@ def test_one_wrong_element_is_found_and_named(engines, tiny_model, tmp_path):
     changed[-1, -1] += 1e-6
     save_file(good | {name: changed}, bad / "model.safetensors", metadata={"format": "pt"})
     engines.post("/update_weights_from_disk", [{"model_path": tiny_model}, {"model_path": str(bad)}])
-    expected = weights_sync.expected_checksums(good, 1, "cpu")
+    expected = weights_sync.expected_checksums(good, 1, 2, "cpu")
     answers = engines.post("/weights_checker", {"action": "checksum"})
-    weights_sync.compare_checksums(expected, answers[:1])
+    weights_sync.compare_checksums(expected, answers[:1], [0])
     with pytest.raises(RuntimeError, match=r"engine 1 .* in 1 of .*\['model\.layers\.1\.self_attn\.qkv_proj\.weight'\]"):
-        weights_sync.compare_checksums(expected, answers)
+        weights_sync.compare_checksums(expected, answers, [0, 1])
 
 
 def test_a_parameter_that_nobody_sent_is_named():
     answer = {"ranks": [{"checksums": {"a": "1", "b": "2"}, "parallelism_info": {"tp_rank": 0}}]}
-    weights_sync.compare_checksums([{"a": "1", "b": "2"}], [answer])
+    weights_sync.compare_checksums([{"a": "1", "b": "2"}], [answer], [4])
+    with pytest.raises(AssertionError, match="engine 4 has 2 ranks, and 1 of them"):
+        weights_sync.compare_checksums([{"a": "1", "b": "2"}] * 2, [answer], [4])
     with pytest.raises(RuntimeError, match=r"\['b'\]"):
-        weights_sync.compare_checksums([{"a": "1"}], [answer])
+        weights_sync.compare_checksums([{"a": "1"}], [answer], [4])
     with pytest.raises(RuntimeError, match=r"\['c'\]"):
-        weights_sync.compare_checksums([{"a": "1", "b": "2", "c": "3"}], [answer])
+        weights_sync.compare_checksums([{"a": "1", "b": "2", "c": "3"}], [answer], [4])
+
+
+def test_heads_are_repeated_where_an_engine_has_more_ranks():
+    """Qwen2.5-1.5B has 2 key-value heads: ranks 0 and 1 of 4 hold the first, 2 and 3 the second. Queries are cut in 4."""
+    q, k = torch.arange(8)[:, None], torch.arange(4)[:, None]
+    def cut(tensor, heads):
+        return [weights_sync.shard("qkv_proj", tensor, rank, 4, heads).flatten().tolist() for rank in range(4)]
+    assert cut(q, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert cut(k, 2) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    both = weights_sync.expected_checksums({"q_proj.weight": q, "k_proj.weight": k}, 4, 2, "cpu")
+    assert len({row["qkv_proj.weight"] for row in both}) == 4
 
 
 # ---- After an engine was replaced ----------------------------------------------------------------------------------------
