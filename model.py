@@ -22,6 +22,8 @@ reading and writing all tokens, torch.compile makes one of (`algos.fused`).
 import contextlib
 import dataclasses
 import datetime
+import functools
+import importlib.util
 import math
 import os
 import pathlib
@@ -144,6 +146,14 @@ class Norm(torch.nn.RMSNorm):
         return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
 
+@functools.cache
+def has_flash4() -> bool:
+    """FlashAttention-4 (Zadouri et al., 2026) comes with SGLang, for Hopper and Blackwell; elsewhere torch's own serves."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")         # kernels are compiled once, not in every run
+    packages = ("flash_attn", "cutlass", "tvm_ffi")
+    return torch.cuda.get_device_capability()[0] in (9, 10) and all(importlib.util.find_spec(name) for name in packages)
+
+
 class PackedAttention(torch.nn.Module):
     """Positions, then causal attention within each packed sequence.
 
@@ -158,6 +168,12 @@ class PackedAttention(torch.nn.Module):
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         query, key = (Rotate.apply(x, *packed_seq_params.angles) for x in (query, key))
+        if query.is_cuda and has_flash4():
+            from flash_attn.cute import flash_attn_varlen_func
+            out, _ = flash_attn_varlen_func(
+                query, key, value, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
+                softmax_scale=self.scale, causal=True, deterministic=torch.are_deterministic_algorithms_enabled())
+            return out.flatten(1)                                                                 # [T, A/tp * D]
         if query.is_cuda:
             from torch.nn.attention.varlen import varlen_attn
             out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=self.scale,

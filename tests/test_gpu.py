@@ -19,7 +19,7 @@ import algos
 from helpers import RUN_FILE, free_port, make_cfg, output_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-LENGTHS = [1, 5, 300, 17, 64]
+LENGTHS = [1, 5, 300, 17, 2048, 64]
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,22 @@ def reference_attention(q, k, v, lengths, inv_freq):
     return torch.cat(out).flatten(1)
 
 
-def test_packed_attention(model):
+@pytest.mark.parametrize("flash4", [True, False], ids=["FlashAttention-4", "torch's own"])
+@pytest.mark.parametrize("heads, groups, dim", [(8, 2, 128), (9, 3, 64)], ids=["Qwen3", "SmolLM2"])
+def test_packed_attention(model, monkeypatch, heads, groups, dim, flash4):
+    if flash4 and not model.has_flash4():
+        pytest.skip("not installed, or not a Hopper or Blackwell GPU")
+    monkeypatch.setattr(model, "has_flash4", lambda: flash4)
     torch.manual_seed(0)
-    total, inv_freq = sum(LENGTHS), 1e4 ** -(torch.arange(0, 128, 2) / 128)
-    leaves = [torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)]
+    total, inv_freq = sum(LENGTHS), 1e4 ** -(torch.arange(0, dim, 2) / dim)
+    leaves = [torch.randn(total, n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+              for n in (heads, groups, groups)]
     attention = model.PackedAttention(None, 1, None, None)
     out = attention(*leaves, None, packed_seq_params=packed(LENGTHS, inv_freq))
     want = reference_attention(*leaves, LENGTHS, inv_freq)
     assert (out - want).abs().max() < 0.03
+    with torch.no_grad():                    # another kernel, which keeps nothing for a backward pass
+        assert torch.equal(attention(*leaves, None, packed_seq_params=packed(LENGTHS, inv_freq)), out)
     weight = torch.randn_like(want)
     got = torch.autograd.grad((out * weight).sum(), leaves)
     for a, b in zip(got, torch.autograd.grad((want * weight).sum(), leaves)):
