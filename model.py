@@ -171,8 +171,9 @@ class PackedAttention(torch.nn.Module):
         if query.is_cuda and has_flash4():
             from flash_attn.cute import flash_attn_varlen_func
             out, _ = flash_attn_varlen_func(
-                query, key, value, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
-                softmax_scale=self.scale, causal=True, deterministic=torch.are_deterministic_algorithms_enabled())
+                query, key, value, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest,
+                max_seqlen_k=longest, softmax_scale=self.scale, causal=True,
+                deterministic=torch.are_deterministic_algorithms_enabled())
             return out.flatten(1)                                                                 # [T, A/tp * D]
         if query.is_cuda:
             from torch.nn.attention.varlen import varlen_attn
