@@ -59,6 +59,8 @@ class TrainActor:
     # -- training
     def train(self, step: int, data: dict, plan: list) -> dict:
         """All optimizer steps on one rollout. data: buffer.to_train_data; plan: buffer.plan. -> metrics, seconds."""
+        import torch
+
         import algos
         import buffer
         begin, times = time.perf_counter(), {}
@@ -91,6 +93,8 @@ class TrainActor:
         self.version = step + 1
         if self.cfg.offload_train:
             self.model.start_sleep()
+        elif self.cfg.offload_rollout:
+            torch.cuda.empty_cache()         # the activations' memory, to the engine
         times["train_time"] = time.perf_counter() - begin
         return {"steps": per_step, "times": times, "flops": self.model.train_flops([len(t) for t in data["tokens"]])}
 

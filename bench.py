@@ -82,11 +82,11 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
     """train.py's step, with a phase for each part of the hand-over. -> its seconds and counts"""
     with logs.phase("rollout"):
         result = rollout.generate(step)
-    memory = {"generating_gb": used_gb(cfg)}
+    memory = {"generating": held_gb(cfg)}
     with logs.phase("engines_sleep"):
         if cfg.offload_rollout:
             engines.sleep()
-    memory["between_gb"] = used_gb(cfg)      # where offloaded: what is left of both sides
+    memory["between"] = held_gb(cfg)         # where offloaded: what is left of both sides
     with logs.phase("trainers_wake"):
         if cfg.offload_train:
             trainers.wake()
@@ -94,7 +94,7 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
         data = buffer.to_train_data(cfg, result.samples, result.rewards)
         answer = trainers.train(step, data, buffer.plan(cfg, data, dp_size))
         metrics = checks.examine(cfg, step, result, answer, logs.print)
-    memory["training_gb"] = used_gb(cfg)
+    memory["training"] = held_gb(cfg)
     with logs.phase("engines_wake_weights"):
         if cfg.offload_rollout:
             engines.wake(["weights"])
@@ -112,14 +112,16 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
             "in_trainers_s": answer["times"]["train_time"], "optimizer_s": answer["times"]["actor_train_time"],
             "rollout_tokens": sum(s.response_length for s in result.samples),
             "train_tokens": sum(len(s.tokens) for s in result.samples), "bytes": metrics["perf/update_weights_bytes"],
-            "train_tflops": metrics["perf/actor_train_tflops"]} | memory | {
+            "train_tflops": metrics["perf/actor_train_tflops"], "memory": memory} | {
             f"sync_{part}_s": metrics.get(f"perf/update_weights/{part}_time", 0.0) for part in SYNC}
 
 
 def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
     """Means and rates over the measured steps."""
     n = len(rows)
-    mean = {key: sum(row[key] for row in rows) / n for key in rows[0]}
+    mean = {key: sum(row[key] for row in rows) / n for key in rows[0] if key != "memory"}
+    memory = rows[-1]["memory"]              # when -> process -> GB
+    most = {pid: max(held.get(pid, 0.0) for held in memory.values()) for held in memory.values() for pid in held}
     loop_rate, bare_rate = mean["rollout_tokens"] / mean["rollout_s"], mean["bare_tokens"] / mean["bare_s"]
     parts = {name: mean[f"{name}_s"] for name in PHASES}
     return {
@@ -129,7 +131,8 @@ def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
         "rollout_over_bare_engine": loop_rate / bare_rate,
         "train_tokens_per_s": mean["train_tokens"] / mean["optimizer_s"], "train_tflops": mean["train_tflops"],
         "update_weights_bytes": mean["bytes"],
-        "gpu_0_gb": {at: mean[f"{at}_gb"] for at in ("generating", "between", "training")},
+        "gpu_0_gb": {when: sum(held.values()) for when, held in memory.items()},
+        "kept_asleep": max((held / most[pid] for pid, held in memory["between"].items() if held), default=0.0),
         "seconds_per_step": {"step": mean["step_s"]} | parts | {"other": mean["step_s"] - sum(parts.values())},
         "sync_seconds": {part: mean[f"sync_{part}_s"] for part in SYNC},
         # Everything but generating and the trainers' own work: sync, hand-over of data, logging.
@@ -154,20 +157,24 @@ def table(report: dict) -> str:
         if seconds[name] >= 0.0005 or name == "other":           # nobody leaves the GPU where both sides fit
             lines.append(f"{name:<21}{seconds[name]:>9.3f}{seconds[name] / seconds['step']:>8.0%}   {rates.get(name, '')}")
     gb = report["gpu_0_gb"]
-    if gb["training"]:
+    if gb.get("training"):
         lines.append(f"memory of GPU 0: {gb['generating']:.1f} GB when generation ends, {gb['training']:.1f} when training "
-                     f"ends, {gb['between']:.1f} after the engines fell asleep and before the trainers woke up")
+                     f"ends, {gb['between']:.1f} after the engines fell asleep and before the trainers woke up: no process "
+                     f"then has more than {report['kept_asleep']:.1%} of the most it ever has")
     return "\n".join(lines)
 
 
 # ---- Limits --------------------------------------------------------------------------------------------------------------
-def used_gb(cfg: base.Config) -> float:
-    """What all processes together hold on the first GPU."""
+def held_gb(cfg: base.Config) -> dict[int, float]:
+    """What each process holds on the first GPU: its number -> GB."""
     if cfg.device == "cpu":
-        return 0.0
+        return {}
     import pynvml
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 1e9
+    import torch
+    pynvml.nvmlInit()                        # which counts GPUs as the machine does, not as CUDA_VISIBLE_DEVICES does
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+    return {one.pid: (one.usedGpuMemory or 0) / 1e9 for one in processes}
 
 
 def matrix_rate(cfg: base.Config) -> float:

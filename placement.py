@@ -122,9 +122,13 @@ def assign(places: list[tuple[str, str]], ranks: int, engines: int, width: int, 
 def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
     """The Config with offload_train, offload_rollout and the engine's memory settled, where it leaves them open.
 
-    What training holds on one rank: weights and fp32 gradients (2 + 4 bytes a parameter), fp32 weights and Adam's two moments
-    (12, split over data-parallel ranks), activations (about 36 bytes for each token, layer and hidden unit without
-    recomputation; 2 with it), and a chunk of logits. If that and a useful engine fit beside each other, nobody moves.
+    A rank keeps weights and fp32 gradients (2 + 4 bytes a parameter), fp32 weights and Adam's two moments (12, split over
+    data-parallel ranks). While it trains it also needs activations (about 36 bytes for each token, layer and hidden unit
+    without recomputation; 2 with it) and a chunk of logits. From what moves least to what moves most:
+
+        all of that and a useful engine fit beside each other:  nobody moves                           no time
+        what a rank keeps and a useful engine fit:              the engine leaves while they train     0.3 s a step
+        neither:                                                both leave the GPU to the other        1.5 s, a 4B model
     """
     if not cfg.colocate or cfg.device == "cpu":
         return dataclasses.replace(cfg, offload_train=False, offload_rollout=False)
@@ -132,11 +136,11 @@ def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
     dp = cfg.actor_num_gpus // (tp * pp) if cfg.use_distributed_optimizer else 1
     recomputed = cfg.megatron.get("recompute_granularity") == "full"
     units = cfg.max_tokens_per_gpu * hf_config.num_hidden_layers * hf_config.hidden_size
-    training = (parameters / (tp * pp) * (6 + 12 / dp) + units / (tp * pp) * (2 if recomputed else 36)
-                + 8 * cfg.log_probs_chunk_size * hf_config.vocab_size / tp)
-    share = training / gpu_bytes + 0.05      # CUDA's own memory on both sides
-    stay = share < 0.5
-    new = {key: not stay for key in ("offload_train", "offload_rollout") if getattr(cfg, key) is None}
-    turns = new.get("offload_train", cfg.offload_train) and new.get("offload_rollout", cfg.offload_rollout)
-    fraction = 0.85 if turns else round(max(0.9 - share, 0.1), 2)
-    return dataclasses.replace(cfg, sglang={"mem_fraction_static": fraction} | cfg.sglang, **new)
+    kept = parameters / (tp * pp) * (6 + 12 / dp)
+    training = kept + units / (tp * pp) * (2 if recomputed else 36) + 8 * cfg.log_probs_chunk_size * hf_config.vocab_size / tp
+    kept, training = (size / gpu_bytes + 0.05 for size in (kept, training))      # shares; 5%: CUDA's own memory on both sides
+    new = dict(offload_rollout=training >= 0.5, offload_train=training >= 0.5 and (kept >= 0.6 or training >= 0.85))
+    new = {key: value for key, value in new.items() if getattr(cfg, key) is None}
+    cfg = dataclasses.replace(cfg, **new)
+    beside = (0.05 if cfg.offload_train else kept) if cfg.offload_rollout else training      # what the engine must leave free
+    return dataclasses.replace(cfg, sglang={"mem_fraction_static": round(max(0.9 - beside, 0.1), 2)} | cfg.sglang)

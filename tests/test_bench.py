@@ -21,7 +21,7 @@ def test_summary():
     row = {f"{name}_s": 0.0 for name in bench.PHASES} | dict(
         step_s=4.0, rollout_s=2.0, train_s=1.0, update_weights_s=0.5, in_trainers_s=0.75, optimizer_s=0.5,
         rollout_tokens=100, train_tokens=200, train_tflops=300.0, bytes=8, bare_s=1.0, bare_tokens=80,
-        generating_gb=120.0, between_gb=5.0, training_gb=110.0,
+        memory=dict(generating={1: 100.0, 2: 3.0}, between={1: 5.0, 2: 3.0}, training={1: 5.0, 2: 90.0}),
         sync_pause_s=0.1, sync_send_s=0.2, sync_check_s=0.0, sync_resume_s=0.2)
     other = row | dict(step_s=6.0, rollout_s=4.0, rollout_tokens=140, bare_tokens=40)
     report = bench.summary(make_cfg(), [row, other], 12.0)
@@ -32,8 +32,8 @@ def test_summary():
         step=5.0, rollout=3.0, train=1.0, update_weights=0.5, other=0.5)
     assert report["fixed_cost_s"] == 5.0 - 3.0 - 0.75
     text = bench.table(report | dict(matrix_tflops=790.0, bare_copy_s=0.004))
-    for said in ("ratio 0.67", "start-up 12.0 s", "1.250 s", "300 TFLOP/s", "product 790", "a bare copy 0.004", "120.0 GB",
-                 " 5.0 after"):
+    for said in ("ratio 0.67", "start-up 12.0 s", "1.250 s", "300 TFLOP/s", "product 790", "a bare copy 0.004", "103.0 GB",
+                 " 8.0 after", "than 5.0%"):   # 5 of 100, and 3 of 90
         assert said in text
 
 

@@ -134,7 +134,7 @@ def run_file(tmp_path_factory):
     qwen3_0p6b(str(folder / "model"))
     path = folder / "loop.py"
     path.write_text(RUN_FILE.format(model=str(folder / "model")) + "device = 'cuda'\ncheck_weight_update_interval = 1\n"
-                    "sglang = dict(attention_backend='triton', sampling_backend='pytorch', mem_fraction_static=0.4)\n")
+                    "sglang = dict(attention_backend='triton', sampling_backend='pytorch', mem_fraction_static=0.25)\n")
     return path
 
 

@@ -15,6 +15,7 @@ from helpers import make_cfg
 H200 = 141 * 10**9
 SMOLLM2 = types.SimpleNamespace(num_hidden_layers=30, hidden_size=576, vocab_size=49152), 135 * 10**6
 QWEN3_4B = types.SimpleNamespace(num_hidden_layers=36, hidden_size=2560, vocab_size=151936), 4 * 10**9
+QWEN3_8B = types.SimpleNamespace(num_hidden_layers=36, hidden_size=4096, vocab_size=151936), 8 * 10**9
 
 
 def settle(model, **changes):
@@ -29,15 +30,21 @@ def test_small_models_stay():
     assert cfg.sglang["mem_fraction_static"] == pytest.approx(0.85 - training / H200, abs=0.006)
 
 
+def test_the_engine_alone_leaves():
+    cfg = settle(QWEN3_4B)                   # 72 GB are kept all the time, 105 while training
+    assert (cfg.offload_train, cfg.offload_rollout) == (False, True)
+    assert cfg.sglang["mem_fraction_static"] == pytest.approx(0.85 - 72 / 141, abs=0.006)
+    # 4B * (6 + 12 / 4) / 2 = 18 GB a rank, and activations
+    assert settle(QWEN3_4B, actor_num_gpus=8, tensor_model_parallel_size=2).offload_rollout is False
+    assert settle(SMOLLM2, max_tokens_per_gpu=140_000).offload_rollout is True
+
+
 def test_large_models_take_turns():
-    cfg = settle(QWEN3_4B)                   # 72 GB for the optimizer alone
-    assert (cfg.offload_train, cfg.offload_rollout) == (True, True) and cfg.sglang["mem_fraction_static"] == 0.85
-    eight = dict(actor_num_gpus=8, tensor_model_parallel_size=2)
-    assert settle(QWEN3_4B, **eight).offload_train is False      # 4B * (6 + 12 / 4) / 2 = 18 GB a rank
-    assert settle(QWEN3_4B, **eight, use_distributed_optimizer=False, max_tokens_per_gpu=32768).offload_train is True
-    recompute = dict(megatron=dict(recompute_granularity="full"))
+    for cfg in (settle(QWEN3_4B, max_tokens_per_gpu=16384), settle(QWEN3_8B)):
+        assert (cfg.offload_train, cfg.offload_rollout) == (True, True) and cfg.sglang["mem_fraction_static"] == 0.85
     assert settle(SMOLLM2, max_tokens_per_gpu=200_000).offload_train is True
-    assert settle(SMOLLM2, max_tokens_per_gpu=200_000, **recompute).offload_train is False
+    recompute = dict(megatron=dict(recompute_granularity="full"))
+    assert settle(SMOLLM2, max_tokens_per_gpu=200_000, **recompute).offload_rollout is False
 
 
 def test_what_the_user_says_stands():
