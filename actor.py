@@ -8,6 +8,7 @@ Test:  pytest tests/test_weights_sync.py tests/test_loop.py
 Knows nothing about: prompts, engines' lives, rewards beyond one number a sample.
 Left out on purpose: a second model in GPU memory for the reference; its weights wait in CPU memory and are swapped in.
 """
+import gc
 import pathlib
 import time
 
@@ -54,16 +55,19 @@ class TrainActor:
             else:
                 self.reference = self.model.snapshot()
         self.sync = weights_sync.WeightSync(self.cfg, self.model, pathlib.Path(disk_dir))
+        gc.collect()
+        gc.freeze()                          # see train.start
         return {"dp_size": self.grid.dp_size}
 
     # -- training
     def train(self, step: int, data: dict, plan: list) -> dict:
-        """All optimizer steps on one rollout. data: buffer.to_train_data; plan: buffer.plan. -> metrics, seconds."""
+        """All optimizer steps on one rollout. data: buffer.to_flat(to_train_data()); plan: buffer.plan. -> metrics, seconds."""
         import torch
 
         import algos
         import buffer
         begin, times = time.perf_counter(), {}
+        data = buffer.from_flat(data)
         steps = [ranks[self.grid.dp_rank] for ranks in plan]     # [optimizer step][micro-batch] -> positions in the data
         own = sorted(i for batches in steps for one in batches for i in one)
         data = {key: [values[i] for i in own] for key, values in data.items()}       # this rank's samples only
@@ -205,7 +209,8 @@ class Trainers:
         return ray.get(first)
 
     def train(self, step: int, data: dict, plan: list) -> dict:
-        return self.call("train", step, ray.put(data), ray.put(plan))
+        import buffer
+        return self.call("train", step, ray.put(buffer.to_flat(data)), ray.put(plan))
 
     def sleep(self) -> None:
         self.call("sleep")

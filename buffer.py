@@ -350,6 +350,17 @@ def to_train_data(cfg, samples: list[Sample], rewards: list[float]) -> dict[str,
     return data
 
 
+def to_flat(data: dict[str, list]) -> dict[str, tuple]:
+    """For the journey: each key's tensors as one, because Ray takes 0.1 ms for a tensor however small. key -> (all, sizes)"""
+    return {key: (torch.cat(values), [len(v) for v in values]) if torch.is_tensor(values[0]) else (values, None)
+            for key, values in data.items()}
+
+
+def from_flat(flat: dict[str, tuple]) -> dict[str, list]:
+    """The inverse of to_flat."""
+    return {key: list(values) if sizes is None else list(values.split(sizes)) for key, (values, sizes) in flat.items()}
+
+
 # ---- Lists -> steps x ranks x micro-batches --------------------------------------------------------------------------
 def plan(cfg, data: dict[str, list], dp_size: int) -> list[list[list[list[int]]]]:
     """-> plan[optimizer step][dp rank][micro-batch] = sample positions; adds data["loss_weights"].

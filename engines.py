@@ -258,8 +258,11 @@ class Engine:
             threads = max(1, len(os.sched_getaffinity(0)) // self.cpu_engines)
             env |= dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", TORCH_COMPILE_DISABLE="1")
         self.child = Child("server", self.args | dict(host=host, port=int(port), dist_init_addr=meet), self.log, env)
-        self.child.wait_up(f"http://{host}:{port}/health", timeout_s)   # 200 only after the weights are loaded
-        return f"http://{host}:{port}"
+        url = f"http://{host}:{port}"
+        self.child.wait_up(url + "/health", timeout_s)           # 200 only after the weights are loaded
+        if self.args["node_rank"] == 0:
+            call("POST", url + "/freeze_gc", None, timeout_s)    # see train.start
+        return url
 
     def alive(self) -> bool:
         return self.child is not None and self.child.alive()

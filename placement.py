@@ -142,5 +142,8 @@ def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
     new = dict(offload_rollout=training >= 0.5, offload_train=training >= 0.5 and (kept >= 0.6 or training >= 0.85))
     new = {key: value for key, value in new.items() if getattr(cfg, key) is None}
     cfg = dataclasses.replace(cfg, **new)
-    beside = (0.05 if cfg.offload_train else kept) if cfg.offload_rollout else training      # what the engine must leave free
+    if cfg.offload_rollout:                  # what the engine must leave free; 5%: buffers of the weight sync
+        beside = 0.05 if cfg.offload_train else kept + 0.05
+    else:
+        beside = training
     return dataclasses.replace(cfg, sglang={"mem_fraction_static": round(max(0.9 - beside, 0.1), 2)} | cfg.sglang)

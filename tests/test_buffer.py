@@ -6,6 +6,7 @@ test_buffer.py: samples, data, packing, against brute-force loops and invariance
 Run:   pytest tests/test_buffer.py       CPU only, no network, about 15 s. The tokenizer has one token per character.
 """
 import json
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -329,6 +330,15 @@ def random_samples(n_groups=5, seed=0, n=None) -> list[Sample]:
 
 def train_data(cfg, samples):
     return buffer.to_train_data(cfg, samples, [s.reward for s in samples])
+
+
+def test_flat_and_back():
+    data = train_data(make_cfg(), random_samples(3, seed=5))
+    back = buffer.from_flat(pickle.loads(pickle.dumps(buffer.to_flat(data))))
+    assert back.keys() == data.keys()
+    for key, values in data.items():
+        for a, b in zip(values, back[key], strict=True):
+            assert torch.equal(a, b) and a.dtype == b.dtype if torch.is_tensor(a) else a == b
 
 
 def test_to_train_data():

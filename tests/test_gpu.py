@@ -128,10 +128,11 @@ def several(count):
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory):
-    """4 steps of a random model in the shape of Qwen3-0.6B."""
-    from configs.shapes import qwen3_0p6b
+    """4 steps of a random model, small enough that checkpoints are written in seconds."""
+    from configs.shapes import QWEN3, write_random_qwen3
     folder = tmp_path_factory.mktemp("loop")
-    qwen3_0p6b(str(folder / "model"))
+    QWEN3["test"] = (512, 1536, 8, 8, 4, True)
+    write_random_qwen3(str(folder / "model"), "test")
     path = folder / "loop.py"
     path.write_text(RUN_FILE.format(model=str(folder / "model")) + "device = 'cuda'\ncheck_weight_update_interval = 1\n"
                     "sglang = dict(attention_backend='triton', sampling_backend='pytorch', mem_fraction_static=0.25)\n")
