@@ -283,7 +283,10 @@ def main() -> None:
         sys.exit(f"error: {error}")
     run_dir = train.find_run_dir(cfg, f"bench_{pathlib.Path(args[0]).stem}")
     run_dir.mkdir(parents=True, exist_ok=True)
-    report = measure_training(cfg, run_dir, seqlen, steps) if seqlen else measure(cfg, run_dir, steps)
+    try:
+        report = measure_training(cfg, run_dir, seqlen, steps) if seqlen else measure(cfg, run_dir, steps)
+    except base.InputError as error:
+        sys.exit(f"error: {error}")
     (run_dir / "bench.json").write_text(json.dumps(report, indent=1, default=str))
     print(training_table(report) if seqlen else table(report))
     print(f"written: {run_dir / 'bench.json'}")

@@ -120,16 +120,19 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     from engines import Engines
     from logs import Logs
     from rollout import FileRollout, Rollout
-    model_dir = resolve_model(cfg, run_dir)
-    hf_config = convert.load_hf_config(model_dir)
-    reader = convert.HFReader(model_dir, hf_config)              # refuses a damaged or incomplete model
-    # The prompts are read before anything heavy starts: a broken line must not cost minutes.
-    data = buffer.DataSource(cfg, AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings)
+    try:
+        model_dir = resolve_model(cfg, run_dir)
+        hf_config = convert.load_hf_config(model_dir)
+        reader = convert.HFReader(model_dir, hf_config)          # refuses a damaged or incomplete model
+        # The prompts are read before anything heavy starts: a broken line must not cost minutes.
+        data = buffer.DataSource(cfg, AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings)
+        places = placement.start_ray(cfg, stack)
+    except ValueError as error:
+        raise base.InputError(str(error)) from error
     num_rollout = cfg.num_rollout
     if num_rollout is None:
         num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
 
-    places = placement.start_ray(cfg, stack)
     cfg = placement.share_memory(cfg, hf_config, reader.num_parameters(), places.gpu_bytes if places else 0)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         trainers = Trainers(cfg, places)
@@ -347,7 +350,10 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")          # the message is the remedy; a traceback would hide it
     print(f"run folder: {run_dir}", flush=True)
-    launch(cfg, run_dir)
+    try:
+        launch(cfg, run_dir)
+    except base.InputError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":                   # spawned processes import this file again

@@ -351,6 +351,10 @@ def validate(cfg: Config) -> None:
     validate_passthrough(cfg)
 
 
+class InputError(ValueError):
+    """What was given cannot be used, found before anything was started; the message ends with the remedy."""
+
+
 def need(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)

@@ -19,7 +19,7 @@ n_samples_per_prompt = 8          # 256 samples a step
 rollout_max_response_len = 48
 num_rollout = 60
 
-lr = 5e-6
+lr = 2e-5
 weight_decay = 0.0
 colocate = True                   # both fit: nothing leaves the GPU, weights go by CUDA IPC
 max_tokens_per_gpu = 32768

@@ -18,7 +18,7 @@ n_samples_per_prompt = 8
 rollout_max_response_len = 48
 num_rollout = 3
 
-lr = 2e-6
+lr = 2e-5
 weight_decay = 0.0
 max_tokens_per_gpu = 2048
 colocate = True

@@ -146,3 +146,10 @@ def test_mistakes_leave_nothing_behind(run_file, tmp_path, args, says):
     done = run([str(run_file), f"--output_dir={tmp_path / 'out'}", *args], 60)
     assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_what_only_reading_shows_is_said_before_anything_starts(run_file, tmp_path):
+    done = run([str(run_file), f"--output_dir={tmp_path}", "--run_name=x", "--prompt_data=nowhere.jsonl"], 60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: data file nowhere.jsonl not found; give a .jsonl or .parquet file" in done.stderr
+    assert not (tmp_path / "x" / "logs").exists()
