@@ -127,7 +127,7 @@ def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
     without recomputation; 2 with it) and a chunk of logits. From what moves least to what moves most:
 
         all of that and a useful engine fit beside each other:  nobody moves                           no time
-        what a rank keeps and a useful engine fit:              the engine leaves while they train     0.3 s a step
+        what a rank keeps and a useful engine fit:              the engine leaves while they train     0.1 s a step
         neither:                                                both leave the GPU to the other        1.5 s, a 4B model
     """
     if not cfg.colocate or cfg.device == "cpu":
