@@ -61,7 +61,7 @@ class TrainActor:
 
     # -- training
     def train(self, step: int, data: dict, plan: list) -> dict:
-        """All optimizer steps on one rollout. data: buffer.to_flat(to_train_data()); plan: buffer.plan. -> metrics, seconds."""
+        """All optimizer steps on one rollout. data: to_flat(to_train_data(...)); plan: buffer.plan. -> metrics, seconds."""
         import torch
 
         import algos

@@ -583,16 +583,16 @@ class Pieces(dict):
 
 
 def own_optimizer_state(self, *args, empty_data: bool = False, **kwargs) -> dict:
-    """For a checkpoint, Megatron gathers the optimizer's state from data-parallel ranks in new tensors, several times its size.
-    With one such rank everything is here already: it is written from where it is."""
+    """For a checkpoint Megatron gathers the optimizer's state from the data-parallel ranks, in new tensors several times its
+    size. With one such rank everything is here already: it is written from where it is."""
     if empty_data or self.data_parallel_group.size() > 1:
         return gathered_optimizer_state(self, *args, empty_data=empty_data, **kwargs)
 
     def pieces(buffer, kind):
         return Pieces({begin: self._get_main_param_and_optimizer_states(param)[kind].detach().flatten()
                        for param, (begin, _, _) in buffer.param_index_map.items()})
-    return {i: {dtype: {kind: pieces(self.buffers[i], kind) for kind in ("param", "exp_avg", "exp_avg_sq")} for dtype in ranges}
-            for i, ranges in enumerate(self.gbuf_ranges)}
+    return {i: {dtype: {kind: pieces(self.buffers[i], kind) for kind in ("param", "exp_avg", "exp_avg_sq")}
+                for dtype in ranges} for i, ranges in enumerate(self.gbuf_ranges)}
 
 
 gathered_optimizer_state = DistributedOptimizer.get_parameter_state_dp_zero
