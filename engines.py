@@ -248,6 +248,7 @@ class Engine:
         host, port = self.address().split(":")
         env = dict(SGLANG_TIMEOUT_KEEP_ALIVE="3600",     # NOTE: 5 s by default, and the router's requests that start in just
                    #                               the moment when their idle connections are closed all fail
+                   SGLANG_HEALTH_CHECK_TIMEOUT="3600",   # who asks says how long he waits; 20 s would kill a busy CPU engine
                    NCCL_CUMEM_ENABLE="0",        # NOTE: as in the trainers, or the weight-update group hangs for ever
                    SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION="0")   # the router's /health costs no token
         if self.gpus:                        # Ray has shown this actor the first of them only

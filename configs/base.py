@@ -46,7 +46,7 @@ class Config:
     use_wandb: bool = False                  # log to Weights & Biases too (pip install wandb)
     wandb_project: str = "nanoslime"
     on_invariant: Literal["raise", "warn"] = "raise"  # when a number that must hold does not (README has the list)
-    max_logprob_diff: float | None = None    # bound on mean |logp - rollout_logp|; None: 1e-4 in fp32, 0.05 in bf16
+    max_logprob_diff: float | None = None    # bound on mean |logp - rollout_logp|; None: 1e-4 in fp32, 0.1 in bf16
 
     # ---- machines --------------------------------------------------------------------------------------------------
     device: Literal["auto", "cpu", "cuda"] = "auto"   # auto: cuda where there is a GPU
@@ -106,7 +106,7 @@ class Config:
     request_timeout_s: float = 1800.0        # for one generate request
     request_retries: int = 3                 # after an engine died under it
     max_engine_restarts: int = 3             # in a whole run; then the run says why and ends
-    health_check_interval_s: float = 10.0    # an engine that does not answer for three of these is restarted
+    health_check_interval_s: float | None = None     # an engine silent for three of these is restarted; None: 10, a CPU 60
     sglang: dict = field(default_factory=dict)  # any field of SGLang's ServerArgs
 
     # ---- rewards ---------------------------------------------------------------------------------------------------
@@ -307,7 +307,9 @@ def resolve(cfg: Config) -> Config:
     if cfg.eval_reward_key is None:
         new["eval_reward_key"] = cfg.reward_key
     if cfg.max_logprob_diff is None:
-        new["max_logprob_diff"] = 1e-4 if new.get("dtype", cfg.dtype) == "float32" else 0.05
+        new["max_logprob_diff"] = 1e-4 if new.get("dtype", cfg.dtype) == "float32" else 0.1
+    if cfg.health_check_interval_s is None:
+        new["health_check_interval_s"] = 10.0 if device == "cuda" else 60.0
     return dataclasses.replace(cfg, **new)
 
 

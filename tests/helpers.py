@@ -46,6 +46,7 @@ colocate = True
 def make_cfg(**changes) -> Config:
     """The defaults with what load() would have filled in for a CPU, and these changes; not validated."""
     resolved = dict(device="cpu", dtype="float32", eps_clip_high=changes.get("eps_clip", 0.2), max_logprob_diff=1e-4,
+                    health_check_interval_s=10.0,
                     max_staleness=8 * changes.get("partial_rollout", False) + changes.get("async_mode", False))
     return dataclasses.replace(Config(), **resolved | changes)
 

@@ -53,7 +53,7 @@ def test_what_follows_is_filled_in(load):
     assert (cfg.rollout_num_gpus, cfg.update_weight_transport, cfg.eps_clip_high) == (1, "distributed", 0.2)
     assert (cfg.offload_train, cfg.offload_rollout) == (False, False)
     cfg = load("--device=cuda", "--colocate", "--actor_num_gpus=8", "--num_steps_per_rollout=2", "--eps_clip=0.1", "--reward_key=acc")
-    assert (cfg.dtype, cfg.max_logprob_diff, cfg.global_batch_size, cfg.eval_reward_key) == ("bfloat16", 0.05, 128, "acc")
+    assert (cfg.dtype, cfg.max_logprob_diff, cfg.global_batch_size, cfg.eval_reward_key) == ("bfloat16", 0.1, 128, "acc")
     assert (cfg.rollout_num_gpus, cfg.update_weight_transport, cfg.eps_clip_high) == (8, "tensor", 0.1)
     assert (cfg.offload_train, cfg.offload_rollout) == (None, None)          # decided when the GPU's memory is known
     cfg = load("--device=cuda", "--colocate", "--offload_train=false", "--dtype=float32", "--eps_clip_high=0.3", "--actor_num_gpus=3", "--rollout_num_gpus=3")

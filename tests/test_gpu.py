@@ -164,12 +164,12 @@ def differences(steps: list[dict]) -> list[float]:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_engine_killed_while_it_generates(run_file, offload):
-    process, run_dir = start(run_file, "--num_rollout=5", "--rollout_max_response_len=1500", f"--offload_train={offload}",
+    process, run_dir = start(run_file, "--num_rollout=5", "--rollout_max_response_len=3000", f"--offload_train={offload}",
                              f"--offload_rollout={offload}")
     metrics, end = run_dir / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text()) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
-    time.sleep(2.0)                          # into the second step's generation, which takes several seconds
+    time.sleep(1.0)                          # into the second step's generation, which takes several seconds
     log = str(run_dir / "logs" / "engine_0.log")
     schedulers = [p for p in psutil.process_iter() if output_of(p) == log and "schedul" in p.name()]
     assert schedulers, "no engine is running"
