@@ -28,7 +28,7 @@ def write_tiny_model(folder: str) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True,
         initializer_range=0.2,               # ten times the usual: a random model with opinions, so that errors show
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)

@@ -9,6 +9,7 @@ engine dies.
 import asyncio
 import collections
 import contextlib
+import copy
 import dataclasses
 import json
 import pathlib
@@ -26,8 +27,8 @@ from helpers import make_cfg
 from rewards import RewardError
 from rollout import DynamicFilterOutput, Rollout, check_reward_nonzero_std, pass_at_k
 
-CONTEXT = 512                                # tokens: the tiny model's max_position_embeddings
-LONG = 480                                   # tokens of an answer in which there is time to abort it
+CONTEXT = 2048                               # tokens: the tiny model's max_position_embeddings
+LONG = 1600                                  # tokens of an answer: some seconds, in which there is time to abort it
 
 
 # ---- What is shared ----------------------------------------------------------------------------------------------------
@@ -111,10 +112,8 @@ def test_generate(make, tokenizer, reference, tmp_path):
         prompt = tokenizer(s.prompt)["input_ids"]
         assert s.tokens[:-s.response_length] == prompt and 1 <= s.response_length <= 12
         ended = s.tokens[-1] == tokenizer.eos_token_id
-        if s.response_length < 12:           # at the limit the engine says "length", also where the last token is the end
-            assert ended and s.status == Status.COMPLETED
-        else:
-            assert s.status == Status.TRUNCATED
+        assert s.response_length == 12 or ended
+        assert s.status == (Status.COMPLETED if ended else Status.TRUNCATED)
         assert s.response == tokenizer.decode(s.tokens[len(prompt):len(s.tokens) - ended])
         assert s.loss_mask == [1] * s.response_length and s.weight_versions == [0] * s.response_length
         assert s.reward == asyncio.run(share_of_digits(None, s))
@@ -129,6 +128,16 @@ def test_generate(make, tokenizer, reference, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(r["step"], r["set"], r["index"], r["response"]) for r in lines] == [
         (0, "train", s.index, s.response) for s in result.samples]
+
+
+def test_an_end_token_at_the_limit_ends_the_answer(make, tokenizer):
+    async def one_token_until_it_is_the_end(args, sample, params):
+        for _ in range(3000):                # each time it is so with probability of about 1/64
+            once = await args.generate(copy.deepcopy(sample), params | {"max_new_tokens": 1})
+            if once.tokens[-1] == tokenizer.eos_token_id:
+                return once
+    rollout = make(custom_generate_function=one_token_until_it_is_the_end, rollout_batch_size=1, n_samples_per_prompt=2)
+    assert [(s.status, s.response, s.response_length) for s in rollout.generate(0).samples] == [(Status.COMPLETED, "", 1)] * 2
 
 
 def test_context_bounds_the_response(make, tokenizer):
@@ -176,13 +185,13 @@ def test_a_filtered_group_is_replaced(make, keep, reason):
 
 
 def test_nonzero_std_filter(make):
-    async def one_in_three(args, sample):    # groups 0, 3, ... have two rewards, 1, 4, ... only 1.0, 2, 5, ... only 0.5
-        return [float(sample.index % 2), 1.0, 0.5][sample.group_index % 3]
-    rollout = make(dynamic_sampling_filter=check_reward_nonzero_std, custom_rm=one_in_three, rollout_batch_size=2)
+    async def by_group(args, sample):        # all 1.0, all 0.5, then two rewards; one group at a time, so in this order
+        return {0: 1.0, 1: 0.5}.get(sample.group_index, float(sample.index % 2))
+    rollout = make(dynamic_sampling_filter=check_reward_nonzero_std, custom_rm=by_group, rollout_batch_size=1)
     result = rollout.generate(0)
-    assert all(g % 3 == 0 for g in groups_of(result.samples))
+    assert list(groups_of(result.samples)) == [2]
     drops = {k.removeprefix("rollout/dynamic_filter/drop_"): v for k, v in result.metrics.items() if "/drop_" in k}
-    assert set(drops) == {"zero_std_1.0", "zero_std_0.5"} and sum(drops.values()) == result.metrics["rollout/groups_filtered"]
+    assert drops == {"zero_std_1.0": 1, "zero_std_0.5": 1} and result.metrics["rollout/groups_filtered"] == 2
 
 
 def test_dict_rewards_reach_the_filter(make):
@@ -249,9 +258,9 @@ def test_partial_rollout_goes_on(make, engines, reference, mask):
     before = {}
     for group in rollout.data.buffer:
         assert group[0].status == Status.TRUNCATED and group[0].response_length == 8
-        for s in group[1:]:
-            assert s.status == Status.PENDING and 0 < s.response_length < LONG
+        assert all(s.status == Status.PENDING and s.response_length < LONG for s in group[1:])
         before |= {s.index: list(s.tokens) for s in group}
+    assert any(s.response_length > 0 for group in rollout.data.buffer for s in group[1:]), "some had begun"
 
     engines.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
     rollout.weight_version = 1
