@@ -299,7 +299,7 @@ class Rollout:
         ids = sample.tokens[len(sample.tokens) - sample.response_length:]
         end = finish.get("matched")
         if finish["type"] == "length" and not params.get("ignore_eos") and ids[-1:] == [self.tokenizer.eos_token_id]:
-            sample.status, end = Status.COMPLETED, ids[-1]       # SGLang says "length" also where the last token allowed ends it
+            sample.status, end = Status.COMPLETED, ids[-1]       # SGLang looks at the length before the token
         if ids and ids[-1] == end:           # the end token: it is trained, but no part of the answer
             ids = ids[:-1]
         sample.response = self.tokenizer.decode(ids, skip_special_tokens=self.cfg.rollout_skip_special_tokens)
