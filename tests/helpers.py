@@ -10,7 +10,6 @@ import io
 import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import psutil
 import torch
 
 from configs.base import Config
+from engines import free_port
 
 
 # A whole run on the tiny model; .format(model=its folder).
@@ -30,6 +30,9 @@ prompt_data = rows
 label_key = "label"
 def first_digit(args, sample):
     """A reward with some spread on a random model: the share of digits in the answer."""
+    import os, time
+    if sample.index >= int(os.environ.get("REWARDS_HANG_FROM", 10**9)):      # holds a run at the step of this sample
+        time.sleep(1000)
     return sum(c.isdigit() for c in sample.response) / max(len(sample.response), 1)
 custom_rm = first_digit
 rollout_batch_size = 4
@@ -51,19 +54,13 @@ def make_cfg(**changes) -> Config:
     return dataclasses.replace(Config(), **resolved | changes)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def run_workers(function: Callable, world: int, *args, limit_s: float = 120) -> list:
     """-> what function(rank, world, port, *args) returned on each rank. `function` must be importable by its name.
 
     A worker that raises or dies fails the test at once with its traceback; all that is left is killed.
     """
     context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
+    results, port = context.Queue(), free_port("127.0.0.1")
     # NOTE: not daemons, because those may have no children, and Megatron writes checkpoints in some.
     workers = [context.Process(target=_work, args=(results, function, rank, world, port, *args)) for rank in range(world)]
     for worker in workers:

@@ -59,13 +59,13 @@ def test_products_do_not_depend_on_the_number_of_rows(monkeypatch):
 
 # ---- The server --------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def engines(tiny_model, tmp_path_factory):
+def engines(request, tiny_model, tmp_path_factory):
     import ray
     ray.init("local", num_cpus=8, include_dashboard=False)
-    cfg = make_cfg(rollout_num_gpus=1, deterministic=True, start_timeout_s=180.0)
+    request.addfinalizer(ray.shutdown)       # also where the start fails: other modules have their own
+    cfg = make_cfg(rollout_num_gpus=1, deterministic=True, start_timeout_s=400.0)
     with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
         yield engines
-    ray.shutdown()
 
 
 def generate(engines, input_ids: list[int], **sampling) -> tuple[list[int], list[float], dict]:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import algos
-from helpers import RUN_FILE, free_port, make_cfg, output_of
+from engines import free_port
+from helpers import RUN_FILE, make_cfg, output_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = [1, 5, 300, 17, 2048, 64]
@@ -101,7 +102,7 @@ def test_log_probs():
 
 def test_memory_leaves_and_returns(model, tiny_model):
     cfg = make_cfg(device="cuda", dtype="bfloat16", lr=1e-3)
-    grid = model.init_distributed(cfg, 0, 1, "127.0.0.1", free_port())
+    grid = model.init_distributed(cfg, 0, 1, "127.0.0.1", free_port("127.0.0.1"))
     m = model.MegatronModel(cfg, grid, tiny_model, 10)
     for p in m.module.parameters():
         p.main_grad.normal_()

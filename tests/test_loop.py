@@ -27,8 +27,8 @@ def metrics(folder: pathlib.Path) -> list[dict]:
 
 
 def exact(rows: list[dict]) -> list[dict]:
-    """What must be the same in two runs: everything but the clock."""
-    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+    """What must be the same in two runs: everything but the clock, and what depends on it."""
+    return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "rollout/request_retries"} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +80,18 @@ def test_outputs_open(whole_run):
         "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
 
 
+@pytest.mark.timeout(1500)
 def test_exact_resume(run_file, whole_run, tmp_path):
     """2N steps, and N steps, SIGKILL, resume, N steps: the same metrics, bit for bit."""
     args = [str(run_file), f"--output_dir={tmp_path}", "--run_name=cut", "--deterministic", *KL]
     process = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               start_new_session=True)
+                               start_new_session=True, env=os.environ | {"REWARDS_HANG_FROM": "32"})     # from step 2 on
     marker = tmp_path / "cut" / "checkpoints" / "latest_checkpointed_iteration.txt"
-    wait_for(marker.exists, 240, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        wait_for(marker.exists, 240, process)
+    finally:
+        process.kill()
+        process.wait()
     assert int(marker.read_text()) == 2
     done = run([str(run_file), f"--resume={tmp_path / 'cut'}", "--deterministic", *KL])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -107,9 +110,12 @@ def test_sigterm_saves_and_exits(run_file, tmp_path):
     args = [str(run_file), f"--output_dir={tmp_path}", "--run_name=term", "--num_rollout=1000", "--save_interval=900",
             "--async_mode", "--colocate=false"]
     process = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for((tmp_path / "term" / "samples.jsonl").exists, 240, process)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
+    try:
+        wait_for((tmp_path / "term" / "samples.jsonl").exists, 240, process)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()                       # nothing to kill where all went well
     assert process.returncode == 0 and "go on with the same command and --resume" in out, out[-3000:]
     saved = int((tmp_path / "term" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     rows = metrics(tmp_path / "term")
@@ -123,7 +129,7 @@ def test_stages_and_layouts(run_file, tmp_path):
     sft.write_text(run_file.read_text() + 'loss_type = "sft"\nnum_rollout = 3\nrollout_batch_size = 16\ncolocate = False\n')
     args = [str(run_file), f"--hf_checkpoint={sft}", f"--output_dir={tmp_path}", "--run_name=two", "--num_rollout=2", "--actor_num_gpus=2",
             "--tensor_model_parallel_size=2", "--sequence_parallel", "--rollout_num_gpus=2", "--update_weight_transport=distributed"]
-    done = run(args)
+    done = run(args, 560)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     losses = [row["train/loss"] for row in metrics(tmp_path / "two" / "stage_sft")]
     assert losses[-1] < losses[0]
@@ -143,13 +149,13 @@ def wait_for(condition, timeout_s: float, process) -> None:
     (["--resume=/nowhere"], "error: --resume: /nowhere holds no checkpoint; name the folder of a run"),
     (["--rm_type=exactt", "--custom_rm=None"], "error: unknown rm_type 'exactt'; did you mean 'exact'?")])
 def test_mistakes_leave_nothing_behind(run_file, tmp_path, args, says):
-    done = run([str(run_file), f"--output_dir={tmp_path / 'out'}", *args], 60)
+    done = run([str(run_file), f"--output_dir={tmp_path / 'out'}", *args], 240)
     assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_what_only_reading_shows_is_said_before_anything_starts(run_file, tmp_path):
-    done = run([str(run_file), f"--output_dir={tmp_path}", "--run_name=x", "--prompt_data=nowhere.jsonl"], 60)
+    done = run([str(run_file), f"--output_dir={tmp_path}", "--run_name=x", "--prompt_data=nowhere.jsonl"], 240)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: data file nowhere.jsonl not found; give a .jsonl or .parquet file" in done.stderr
     assert not (tmp_path / "x" / "logs").exists()

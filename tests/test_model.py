@@ -27,7 +27,7 @@ FAMILIES = {"qwen3": ("Qwen3Config", dict(head_dim=16, tie_word_embeddings=True)
                 rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0,
                 original_max_position_embeddings=16)))}                     # bends angles within these short sequences
 COMMON = dict(rollout_temperature=0.7, eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01,
-              log_probs_chunk_size=7, lr=1e-3, min_lr=2e-4, lr_decay_style="linear", train_timeout_s=60.0,
+              log_probs_chunk_size=7, lr=1e-3, min_lr=2e-4, lr_decay_style="linear", train_timeout_s=300.0,
               adam_eps=1e-5)                 # above the rounding noise: Adam turns noise on tiny gradients into whole steps
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 VARIANTS = {                                 # all must train alike
@@ -235,7 +235,7 @@ def accidents(r) -> dict:
 
 # ---- Starting the layouts: TP 2 first, because the others read its checkpoint ------------------------------------------
 def start(layout, job):
-    return run_workers(work, LAYOUTS[layout][0], layout, job, limit_s=150)
+    return run_workers(work, LAYOUTS[layout][0], layout, job, limit_s=400)
 
 
 @pytest.fixture(scope="module")

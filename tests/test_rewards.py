@@ -268,11 +268,11 @@ def hanging_hooks():  # defined inside a function, so that they travel by value
 def alive(pid):
     try:  # a zombie has ended, even if nobody here is its parent
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):      # gone before, or while it was read
         return False
 
 
-def wait_until(condition, limit_s=5):
+def wait_until(condition, limit_s=60):
     end_s = time.monotonic() + limit_s
     while not condition() and time.monotonic() < end_s:
         time.sleep(0.02)
@@ -293,7 +293,7 @@ def test_a_hanging_hook_is_ended_and_the_loop_stays_free(name):
         wall_s = time.monotonic() - start_s
         with pytest.raises(RewardError, match=f"sample 5 from {hook.__qualname__} .*(timed out|TimeoutError)"):
             await task
-        assert 0.45 < wall_s < 15 and ticks > 10, (wall_s, ticks)  # the loop ran while the hook hung
+        assert 0.45 < wall_s < 60 and ticks > 2, (wall_s, ticks)  # the loop ran while the hook hung
         assert alive(pid) == (name == "late")
         assert await rewarder.score(Config(rm_type="exact"), light()) == 1.0
 
@@ -312,7 +312,7 @@ def test_an_answer_that_hangs_math_verify_is_an_error_not_a_zero():
 
 def test_a_hang_takes_its_own_children_along(tmp_path):
     rewarder, file = Rewarder(1), tmp_path / "pid"
-    cfg = Config(custom_rm=hanging_hooks()["parent"], reward_timeout_s=0.5, extra={"file": str(file)})
+    cfg = Config(custom_rm=hanging_hooks()["parent"], reward_timeout_s=3.0, extra={"file": str(file)})
     with pytest.raises(RewardError, match="timed out"):
         asyncio.run(rewarder.score(cfg, light()))
     assert wait_until(lambda: not alive(int(file.read_text())))
@@ -321,14 +321,14 @@ def test_a_hang_takes_its_own_children_along(tmp_path):
 
 def test_a_stopped_process_is_replaced():
     worker = rewards.Worker()
-    job = pickle.dumps(("exact", SimpleNamespace(response="7", gold="7"), {}, None, None, 0.2))
-    assert worker.call(job, 0.2) == 1.0
+    job = pickle.dumps(("exact", SimpleNamespace(response="7", gold="7"), {}, None, None, 10.0))
+    assert worker.call(job, 10.0) == 1.0
     os.kill(worker.process.pid, signal.SIGSTOP)  # not even its own clock runs
     start_s = time.monotonic()
     with pytest.raises(RewardError, match="timed out"):
         worker.call(job, 0.2, load_s=0.2)
-    assert time.monotonic() - start_s < 15   # 0.4 s where nothing else runs
-    assert worker.call(job, 0.2) == 1.0
+    assert time.monotonic() - start_s < 60   # 0.4 s where nothing else runs
+    assert worker.call(job, 10.0) == 1.0
     worker.kill()
 
 
@@ -343,10 +343,10 @@ def test_no_process_outlives_close_or_a_killed_trainer(tmp_path):
         score(rewarder, make("7", "7"), rm_type="math")
     code = ("import asyncio, os, signal\nfrom types import SimpleNamespace as N\nfrom rewards import Rewarder\n"
             "r = Rewarder(1)\n"
-            "c = N(custom_rm=None, rm_type='math', reward_key=None, reward_timeout_s=9, group_rm=False)\n"
+            "c = N(custom_rm=None, rm_type='math', reward_key=None, reward_timeout_s=60, group_rm=False)\n"
             "asyncio.run(r.score(c, N(prompt='', response='7', label='7', metadata={}, index=0)))\n"
             "print(r.idle[-1].process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30,
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180,
                          cwd=Path(rewards.__file__).parent)
     assert out.returncode == -9 and wait_until(lambda: not alive(int(out.stdout)))
 
@@ -394,11 +394,11 @@ def with_server(answers, **cfg):
 
 def test_remote_rm_retries_and_gives_up():
     bad, good = (503, {}), (200, 0.25)
-    reward, _, seen = with_server([bad, bad, good], reward_timeout_s=2)
+    reward, _, seen = with_server([bad, bad, good], reward_timeout_s=10)
     assert reward == 0.25 and seen == [{"prompt": "p", "response": r"\boxed{r}", "label": "l"}] * 3
     assert with_server([good], rm_type="boxed_remote_rm")[2][0]["response"] == "r"
     assert with_server([(200, {"score": 1})], reward_key="score")[0] == {"score": 1.0}
-    reward, error, seen = with_server([bad], reward_timeout_s=1)
+    reward, error, seen = with_server([bad], reward_timeout_s=5)
     assert reward is None and "503" in error and "remote_rm" in error and len(seen) > 2
     reward, error, _ = with_server([(None, {})], reward_timeout_s=0.3)
     assert reward is None and "limit 0.3 s" in error and "TimeoutError" in error
@@ -408,4 +408,4 @@ def test_remote_rm_retries_and_gives_up():
 def test_remote_rm_says_when_nobody_is_there(rewarder):
     for url, said in ((None, "rm_url"), ("http://127.0.0.1:9/rm", "127.0.0.1:9")):
         with pytest.raises(RewardError, match=said):
-            score(rewarder, make(""), rm_type="remote_rm", rm_url=url, reward_timeout_s=1)
+            score(rewarder, make(""), rm_type="remote_rm", rm_url=url, reward_timeout_s=5)

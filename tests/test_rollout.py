@@ -33,14 +33,14 @@ LONG = 1600                                  # tokens of an answer: some seconds
 
 # ---- What is shared ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def engines(tiny_model, tmp_path_factory):
+def engines(request, tiny_model, tmp_path_factory):
     import ray
     ray.init("local", num_cpus=8, include_dashboard=False)
-    cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=180.0)
+    request.addfinalizer(ray.shutdown)       # also where the start fails: other modules have their own
+    cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=400.0)
     with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
         engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
         yield engines
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

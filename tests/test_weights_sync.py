@@ -36,21 +36,21 @@ versions = itertools.count(1)                # every push has its own number, so
 
 # ---- What is shared ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def engines(tiny_model, tmp_path_factory):
+def engines(request, tiny_model, tmp_path_factory):
     import ray
     here = str(pathlib.Path(__file__).parent)    # trainers run functions of this file
     env = {"env_vars": {"PYTHONPATH": f"{here}:{pathlib.Path(here).parent}"}}
     ray.init("local", num_cpus=8, include_dashboard=False, runtime_env=env)
-    cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=180.0)
+    request.addfinalizer(ray.shutdown)
+    cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=400.0)
     with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
         yield engines
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def trainers(request, engines, tiny_model, tmp_path_factory):
     # lr: a step that moves every log-prob. Every sync is checked.
-    cfg = make_cfg(**LAYOUTS[request.param], start_timeout_s=180.0, train_timeout_s=60.0, lr=0.05, global_batch_size=4,
+    cfg = make_cfg(**LAYOUTS[request.param], start_timeout_s=400.0, train_timeout_s=300.0, lr=0.05, global_batch_size=4,
                    n_samples_per_prompt=4, rollout_batch_size=1, update_weight_buffer_size=SMALL, check_weight_update_interval=1,
                    rollout_num_gpus=2)
     trainers = Trainers(cfg)
@@ -59,7 +59,7 @@ def trainers(request, engines, tiny_model, tmp_path_factory):
         yield trainers
     finally:
         with contextlib.suppress(EngineError):   # the next trainers make a group of the same name
-            engines.post("/destroy_weights_update_group", {"group_name": weights_sync.GROUP}, timeout_s=20.0)
+            engines.post("/destroy_weights_update_group", {"group_name": weights_sync.GROUP}, timeout_s=120.0)
         trainers.stop()
 
 
@@ -85,7 +85,7 @@ def write_other_model(tiny_model: str, folder: pathlib.Path, seed: str) -> str:
 def on_every_rank(trainers: Trainers, function, *args) -> list:
     """function(TrainActor, ...) inside each trainer -> the answers of all ranks."""
     import ray
-    return ray.get([actor.__ray_call__.remote(function, *args) for actor in trainers.actors], timeout=60)
+    return ray.get([actor.__ray_call__.remote(function, *args) for actor in trainers.actors], timeout=300)
 
 
 def push(trainers: Trainers, engines: Engines, **kw) -> int:
