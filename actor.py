@@ -169,7 +169,7 @@ class Trainers:
     """The trainers as one object. Every call waits for all ranks, with a limit that says who was waited for."""
 
     def __init__(self, cfg, places=None):
-        """places: a placement.Places; None on a machine with no GPU."""
+        """places: a placement.Places; None for a CPU run."""
         self.cfg, self.actors = cfg, []
         # Whose weights go to which GPU of which engine, where they travel through memory: those of the trainer on that GPU. On
         # a CPU any trainer could serve any engine, so there they take turns.

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ENGINE_RESERVE = 7                           # tokens: SGLang refuses an input that leaves less room than this in its context
+
 
 # ---- The sample ------------------------------------------------------------------------------------------------------
 class Status(str, enum.Enum):
@@ -33,7 +35,7 @@ class Status(str, enum.Enum):
     COMPLETED = "completed"  # the model stopped by itself
     TRUNCATED = "truncated"  # it ran into a length limit
     ABORTED = "aborted"      # cut off because its group was not needed any more
-    FAILED = "failed"        # generation or reward raised, and the config says to go on
+    FAILED = "failed"        # its reward raised, and the config says to go on
 
 
 @dataclass
@@ -177,9 +179,11 @@ class DataSource:
     """
 
     def __init__(self, cfg, tokenizer, context_len: int):
+        """context_len: tokens that the model can have."""
         self.cfg, self.tokenizer = cfg, tokenizer
+        self.context_len = min(cfg.rollout_max_context_len or context_len, context_len)
         rows, self.skipped = read_rows(cfg, cfg.prompt_data)
-        self.prompts = self.prepare(rows, context_len)
+        self.prompts = self.prepare(rows)
         self.epoch, self.offset = 0, 0                   # position in the data
         self.next_group, self.next_index = 0, 0          # numbers given out so far
         self.buffer: list[list[Sample]] = []             # groups put back, oldest first
@@ -188,11 +192,12 @@ class DataSource:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def prepare(self, rows: list[dict], context_len: int) -> list[Sample]:
+    def prepare(self, rows: list[dict]) -> list[Sample]:
         """Rows -> one template Sample each, tokenised; what does not fit is left out and counted."""
         cfg = self.cfg
-        limit = cfg.rollout_max_prompt_len or (cfg.rollout_max_context_len or context_len) - 1
-        to_sample = self.sft_sample if cfg.loss_type == "sft" else self.prompt_sample
+        sft = cfg.loss_type == "sft"
+        limit = min(cfg.rollout_max_prompt_len or self.context_len, self.context_len - (1 if sft else ENGINE_RESERVE))
+        to_sample = self.sft_sample if sft else self.prompt_sample
         samples = []
         for number, row in enumerate(rows):
             try:

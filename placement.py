@@ -3,10 +3,9 @@ placement.py: who runs where? A Ray started or joined, and a GPU for every train
 
     Ray cluster --one placement group, a bundle per GPU--> bundles node by node --> trainers on the first GPUs, engines
                                                                   on the last ones; colocated, both sides have all
-    memory of one GPU, what training needs --share_memory--> who leaves the GPU while the other works
 
 Test:  pytest tests/test_placement.py tests/test_loop.py
-Knows nothing about: what runs there. On a machine with no GPU there is nothing to place: everything runs on its CPU.
+Knows nothing about: what runs there. A CPU run has nothing to place: everything is on this machine.
 """
 import collections
 import contextlib
@@ -26,15 +25,16 @@ class Places:
 
 
 def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
-    """A Ray of our own, or the cluster at cfg.ray_address, and a place there for everybody; None on a machine with no GPU."""
+    """A Ray of our own, or the cluster at cfg.ray_address, and a place there for everybody; None with device="cpu"."""
     import ray
     if not ray.is_initialized():
         os.environ.setdefault("RAY_worker_niceness", "0")        # Ray's 15 would let anything else on a laptop starve us
-        # Workers import our files, so the repository is on their path. More "CPUs" than there are: most actors only wait.
+        # Workers import our files, so the repository is on their path.
         path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         env = {"env_vars": {"PYTHONPATH": path}}
         # `ray job submit` sets RAY_ADDRESS. NOTE: with no address at all, Ray joins whatever cluster this machine has.
         address = cfg.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+        # More "CPUs" than there are: most actors only wait.
         local = dict(num_cpus=32, include_dashboard=False) if address == "local" else {}
         try:
             if address.count(":") == 1:                          # ray.init would try for four minutes
@@ -46,7 +46,8 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
         stack.callback(ray.shutdown)
     if cfg.device == "cpu":
         if sum(node["Alive"] for node in ray.nodes()) > 1:
-            raise ValueError("a CPU run is for one machine, its weights travel through memory; leave ray_address unset")
+            raise ValueError("a CPU run is for one machine, its weights travel through memory; leave ray_address unset, or "
+                             "set device='cuda' if only this machine of the cluster has no GPU")
         return None
     apart = not cfg.colocate and cfg.loss_type != "sft"
     gpus = cfg.actor_num_gpus + (cfg.rollout_num_gpus if apart else 0)
@@ -54,6 +55,7 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
     if have < gpus:
         raise ValueError(f"the run needs {gpus} GPUs, the Ray cluster has {have}; set actor_num_gpus and rollout_num_gpus "
                          "lower, set colocate=True, or add nodes (ray start --address=...)")
+    # PACK: on as few nodes as possible, so that most collectives stay within a node.
     group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="PACK")
     stack.callback(ray.util.remove_placement_group, group)
     try:
@@ -64,11 +66,12 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
     places = ask_bundles(group, gpus, where, cfg.start_timeout_s)
     width, count = cfg.rollout_num_gpus_per_engine, 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus
     trainers, engines = assign(places, cfg.actor_num_gpus, count // width, width, cfg.colocate)
-    return Places(
-        trainers=[(group, bundle) for bundle in trainers],
-        engines=[[(group, part[0], [places[i][1] for i in part]) for part in engine] for engine in engines],
-        owners=[[trainers.index(bundle) for part in engine for bundle in part] for engine in engines] if cfg.colocate else [],
-        gpu_bytes=min(ask_bundles(group, gpus, memory, cfg.start_timeout_s)) if cfg.colocate else 0)
+    owners, gpu_bytes = [], 0
+    if cfg.colocate:
+        owners = [[trainers.index(bundle) for part in engine for bundle in part] for engine in engines]
+        gpu_bytes = min(ask_bundles(group, gpus, memory, cfg.start_timeout_s))
+    gpus_of = [[(group, part[0], [places[bundle][1] for bundle in part]) for part in engine] for engine in engines]
+    return Places([(group, bundle) for bundle in trainers], gpus_of, owners, gpu_bytes)
 
 
 def where() -> tuple[str, str]:
@@ -87,20 +90,24 @@ def memory() -> int:
 
 
 def ask_bundles(group, count: int, question, timeout_s: float) -> list:
-    """question() on each bundle's GPU."""
+    """question() run on each bundle's GPU -> the answers, in the bundles' order."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     ask = ray.remote(num_gpus=1)(question)
-    return ray.get([ask.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=i)).remote() for i in range(count)], timeout=timeout_s)
+    bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
+    try:
+        return ray.get([ask.options(scheduling_strategy=bundle).remote() for bundle in bundles], timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        raise TimeoutError(f"Ray has {count} GPUs for us, but a worker there did not answer in {timeout_s:.0f} s "
+                           "(start_timeout_s); see /tmp/ray/session_latest/logs on each machine") from None
 
 
 def assign(places: list[tuple[str, str]], ranks: int, engines: int, width: int, colocate: bool) -> tuple[list, list]:
     """places: (node, GPU there) of each bundle -> (bundle of each trainer rank, bundles on each node of each engine).
 
     An engine's GPUs are on one node; only where no node has as many, on several, equally many on each. Engines choose first,
-    from the last node backwards; trainers take what is left, node by node, so that tensor-parallel neighbours are neighbours.
-    Colocated, each side has all of them.
+    from the last node backwards; trainers take what is left, node by node: a tensor-parallel group lies on two nodes only
+    where a node has an odd rest. Colocated, each side has all of them.
     """
     order = sorted(range(len(places)), key=lambda i: (places[i][0], len(places[i][1]), places[i][1]))     # "9" before "10"
     widest = max(collections.Counter(node for node, _ in places).values())
@@ -117,33 +124,3 @@ def assign(places: list[tuple[str, str]], ranks: int, engines: int, width: int, 
                          f"several, in {sorted(places)}; set rollout_num_gpus_per_engine lower, or give Ray whole nodes")
     rest = order if colocate else [i for i in order if i not in taken]
     return rest[:ranks], found[::-1]
-
-
-def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
-    """The Config with offload_train, offload_rollout and the engine's memory settled, where it leaves them open.
-
-    A rank keeps weights and fp32 gradients (2 + 4 bytes a parameter), fp32 weights and Adam's two moments (12, split over
-    data-parallel ranks). While it trains it also needs activations (about 36 bytes for each token, layer and hidden unit
-    without recomputation; 2 with it) and a chunk of logits. From what moves least to what moves most:
-
-        all of that and a useful engine fit beside each other:  nobody moves                           no time
-        what a rank keeps and a useful engine fit:              the engine leaves while they train     0.1 s a step
-        neither:                                                both leave the GPU to the other        1.5 s, a 4B model
-    """
-    if not cfg.colocate or cfg.device == "cpu":
-        return dataclasses.replace(cfg, offload_train=False, offload_rollout=False)
-    tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
-    dp = cfg.actor_num_gpus // (tp * pp) if cfg.use_distributed_optimizer else 1
-    recomputed = cfg.megatron.get("recompute_granularity") == "full"
-    units = cfg.max_tokens_per_gpu * hf_config.num_hidden_layers * hf_config.hidden_size
-    kept = parameters / (tp * pp) * (6 + 12 / dp)
-    training = kept + units / (tp * pp) * (2 if recomputed else 36) + 8 * cfg.log_probs_chunk_size * hf_config.vocab_size / tp
-    kept, training = (size / gpu_bytes + 0.05 for size in (kept, training))      # shares; 5%: CUDA's own memory on both sides
-    new = dict(offload_rollout=training >= 0.5, offload_train=training >= 0.5 and (kept >= 0.6 or training >= 0.85))
-    new = {key: value for key, value in new.items() if getattr(cfg, key) is None}
-    cfg = dataclasses.replace(cfg, **new)
-    if cfg.offload_rollout:                  # what the engine must leave free; 5%: buffers of the weight sync
-        beside = 0.05 if cfg.offload_train else kept + 0.05
-    else:
-        beside = training
-    return dataclasses.replace(cfg, sglang={"mem_fraction_static": round(max(0.9 - beside, 0.1), 2)} | cfg.sglang)

@@ -7,17 +7,20 @@ rollout.py: how are samples made? Prompts go to the engines, answers are scored,
                            Rewarder --> dynamic filter --> trained | filtered | put back | failed   (all counted, sum checked)
 
 The life of a group (P groups of n samples make a step):
- 1. get_samples takes n copies of a prompt, or a group that waited in the buffer, with the tokens it has so far.
+ 1. get_samples makes n copies of a prompt, or takes a group that waited in the buffer, with the tokens it has so far.
  2. n requests run at once; an engine that dies under one is replaced, gets the current weights, and the request is repeated.
+    (Here and in evaluation only: an engine that dies during a weight sync ends the run.)
  3. Rewards are scored as soon as a sample, or with group_rm the group, is finished.
  4. The dynamic filter keeps or drops the group; what is dropped is replaced by new prompts until P groups are kept.
- 5. The rest is aborted and put back: with what it has under partial_rollout, else as if it had not been asked.
+ 5. The rest is aborted and put back: with what it has under partial_rollout, else as if it had not been asked, finished or
+    not: in the next step its tokens would be one weight update old.
 
 Test:  pytest tests/test_rollout.py
 Knows nothing about: trainers, losses. After a restart it asks `resync` (train.py's) to push the weights again.
 """
 import asyncio
 import concurrent.futures
+import contextlib
 import inspect
 import json
 import pathlib
@@ -31,12 +34,10 @@ from dataclasses import dataclass, field
 import aiohttp
 
 import algos
-from buffer import DataSource, Sample, Status
-from configs.base import Config, eval_config
+from buffer import ENGINE_RESERVE, DataSource, Sample, Status
+from configs.base import Config
 from engines import EngineError
 from rewards import RewardError, Rewarder
-
-ENGINE_RESERVE = 7                           # tokens: SGLang refuses an input that leaves less room than this in its context
 
 
 @dataclass
@@ -55,21 +56,20 @@ def check_reward_nonzero_std(args, samples: list[Sample], **kw) -> DynamicFilter
 
 @dataclass
 class RolloutResult:
-    samples: list[Sample]                    # of the groups to train on, sorted by group and index
-    rewards: list[float]                     # one a sample, normalised within its group
+    samples: list[Sample]                    # P * n of them (a hook may return more), sorted by group and index
+    rewards: list[float]                     # one per sample, normalised within its group
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Rollout:
     """Generation, rewards and evaluation for one run. Runs its event loop in a thread of the driver."""
 
-    def __init__(self, cfg: Config, engines, data: DataSource, context_len: int, run_dir: pathlib.Path,
+    def __init__(self, cfg: Config, engines, data: DataSource, eval_data: dict[str, DataSource], run_dir: pathlib.Path,
                  on_progress: Callable = lambda done, total: None):
-        self.cfg, self.engines, self.data, self.run_dir = cfg, engines, data, run_dir
-        self.tokenizer = tokenizer = data.tokenizer
-        self.context_len = min(cfg.rollout_max_context_len or context_len, context_len)
-        self.eval_cfgs = {name: eval_config(cfg, name) for name in cfg.eval_prompt_data}
-        self.eval_data = {name: DataSource(c, tokenizer, context_len) for name, c in self.eval_cfgs.items()}
+        """eval_data: of each held-out set, made with its own Config (base.eval_config)."""
+        self.cfg, self.engines, self.data, self.eval_data, self.run_dir = cfg, engines, data, eval_data, run_dir
+        self.tokenizer, self.context_len = data.tokenizer, data.context_len
+        self.end_ids = {self.tokenizer.eos_token_id, *(cfg.rollout_stop_token_ids or ())}
         self.rewarder = Rewarder(cfg.reward_workers)
         self.on_progress = on_progress       # (finished, wanted) groups, from the event loop's thread
         self.resync: Callable[[list[int]], None] = lambda ranks: None
@@ -104,10 +104,12 @@ class Rollout:
         self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False,
                                              timeout=aiohttp.ClientTimeout(total=self.cfg.request_timeout_s))
         self.slots = asyncio.Semaphore(limit)    # requests in flight
-        self.recovering, self.recoveries = asyncio.Lock(), 0
-        self.serving = asyncio.Event()       # not while an engine is new: it has the weights of hf_checkpoint until the resync
+        self.recovering, self.recoveries, self.checks = asyncio.Lock(), 0, set()
+        # Set: requests may be sent. Cleared while a restarted engine still has the weights of hf_checkpoint.
+        # NOTE: a hook that posts to the router itself does not wait for this.
+        self.serving = asyncio.Event()
         self.serving.set()
-        # What hooks get as `args`: every setting, and upstream's way to reach the engines.
+        # What hooks get as `args`: every setting of the run, also in evaluation, and upstream's way to reach the engines.
         host, port = self.engines.router_url.removeprefix("http://").split(":")
         self.args = types.SimpleNamespace(**vars(self.cfg), sglang_router_ip=host, sglang_router_port=int(port),
                                           tokenizer=self.tokenizer, generate=self.generate_sample)
@@ -142,9 +144,9 @@ class Rollout:
                         self.on_progress(len(kept), cfg.rollout_batch_size)
             outcomes["put_back"] += await self.abort(pending)
         finally:
-            monitor.cancel()
             for task in pending:             # after an error: nothing may go on behind our back
                 task.cancel()
+            await self.end_watch(monitor)
         outcomes["trained"] = len(kept)
         asked = outcomes.pop("asked")
         assert asked == sum(outcomes.values()), f"{asked} groups asked for, accounted for {dict(outcomes)}: a group was lost"
@@ -160,12 +162,11 @@ class Rollout:
 
     def ask(self, count: int, pending: dict, outcomes: Counter, drops: Counter) -> None:
         """Start `count` more groups."""
-        limit = 20 * self.cfg.rollout_batch_size
-        if outcomes["asked"] >= limit:
+        if outcomes["asked"] >= self.cfg.max_batches_asked * self.cfg.rollout_batch_size:
             raise RuntimeError(f"{outcomes['asked']} groups were asked for and still there are not "
                                f"{self.cfg.rollout_batch_size} to train on: failed {outcomes['failed']}, aborted "
                                f"{outcomes['put_back']}, dropped {dict(drops)}; the task is too hard, too easy, or broken: "
-                               "change the prompts or the dynamic_sampling_filter")
+                               "change the prompts or the dynamic_sampling_filter, or set max_batches_asked higher")
         for group in self.data.get_samples(count):
             outcomes["asked"] += 1
             pending[asyncio.create_task(self.generate_group(self.cfg, group))] = group
@@ -183,7 +184,11 @@ class Rollout:
         end = time.monotonic() + self.cfg.request_timeout_s
         while pending:
             # A request that was on its way when the engines were told comes too late for it, so tell them again.
-            await asyncio.to_thread(self.engines.abort_all)
+            try:
+                async with self.recovering:  # not while one is being replaced
+                    await asyncio.to_thread(self.engines.abort_all)
+            except EngineError:
+                await self.recover()         # it died with its requests; they are repeated on another, and aborted there
             # A slow reward of a thrown-away group is not waited for.
             waiting = [task for task, group in pending.items() if any(s.status == Status.PENDING for s in group)]
             if not waiting:
@@ -191,6 +196,8 @@ class Rollout:
             done, _ = await asyncio.wait(waiting, timeout=1.0)
             for task in done:
                 pending.pop(task)
+                if task.exception():
+                    print(f"a surplus group ended with an error, and will be asked again: {task.exception()!r}", flush=True)
             if time.monotonic() > end:
                 raise TimeoutError(f"{len(pending)} groups did not end {self.cfg.request_timeout_s:.0f} s after the abort; "
                                    "see the engines' logs in the run folder")
@@ -249,13 +256,21 @@ class Rollout:
         elif cfg.custom_generate_function is not None:
             hook = cfg.custom_generate_function
             extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(hook).parameters else {}
-            out = await hook(self.args, sample, params, **extra)
+            try:
+                async with asyncio.timeout(cfg.generate_timeout_s) as limit:
+                    out = await hook(self.args, sample, params, **extra)
+            except TimeoutError as error:
+                if not limit.expired():      # the hook's own
+                    raise
+                raise TimeoutError(f"sample {sample.index}: {hook.__qualname__} was not done in "
+                                   f"{cfg.generate_timeout_s:.0f} s; does a tool hang? Else set generate_timeout_s "
+                                   "higher") from error
             samples = out if isinstance(out, list) else [out]
             for one in samples:
                 one.check()
         else:
             samples = [await self.generate_sample(sample, params)]
-        if not (cfg.group_rm and not evaluation):
+        if evaluation or not cfg.group_rm:
             for one in samples:
                 if one.status != Status.ABORTED and one.reward is None:
                     try:
@@ -267,8 +282,8 @@ class Rollout:
 
     # FORK POINT: sampling. One request's sampling_params, as SGLang's /generate takes them.
     def sampling_params(self, cfg: Config, sample: Sample, evaluation: bool) -> dict:
-        def choose(own, run):
-            return run if own is None or not evaluation else own
+        def choose(for_evaluation, for_training):
+            return for_evaluation if evaluation and for_evaluation is not None else for_training
         params = {"temperature": choose(cfg.eval_temperature, cfg.rollout_temperature),
                   "top_p": choose(cfg.eval_top_p, cfg.rollout_top_p), "top_k": cfg.rollout_top_k,
                   "max_new_tokens": choose(cfg.eval_max_response_len, cfg.rollout_max_response_len),
@@ -298,7 +313,7 @@ class Rollout:
         sample.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[finish["type"]]
         ids = sample.tokens[len(sample.tokens) - sample.response_length:]
         end = finish.get("matched")
-        if finish["type"] == "length" and not params.get("ignore_eos") and ids[-1:] == [self.tokenizer.eos_token_id]:
+        if finish["type"] == "length" and ids and ids[-1] in self.end_ids and not params.get("ignore_eos"):
             sample.status, end = Status.COMPLETED, ids[-1]       # SGLang looks at the length before the token
         if ids and ids[-1] == end:           # the end token: it is trained, but no part of the answer
             ids = ids[:-1]
@@ -335,9 +350,21 @@ class Rollout:
             await asyncio.sleep(self.cfg.health_check_interval_s)
             await self.recover()
 
+    async def end_watch(self, monitor: asyncio.Task) -> None:
+        monitor.cancel()
+        if self.checks:                      # an engine that is just being replaced gets its weights before anything goes on
+            await asyncio.wait(self.checks)
+        with contextlib.suppress(asyncio.CancelledError, Exception):     # what it raised was said where it was waited for
+            await monitor
+
     async def recover(self) -> None:
-        """Replace dead engines and give them the current weights. One caller works, for all who called before it began."""
-        begun = self.recoveries
+        """Replace dead engines and give them the current weights. Callers that were waiting when a check began share it."""
+        check = asyncio.create_task(self.replace_dead(self.recoveries))
+        self.checks.add(check)
+        check.add_done_callback(self.checks.discard)
+        await asyncio.shield(check)          # a restart cannot be stopped half-way: it goes on where its caller is cancelled
+
+    async def replace_dead(self, begun: int) -> None:
         async with self.recovering:
             if self.recoveries > begun:
                 return
@@ -352,15 +379,15 @@ class Rollout:
                     await asyncio.to_thread(self.resync, [rank])
                 finally:
                     self.serving.set()
-                print(f"engine {rank} is back with weight version {self.weight_version}", flush=True)
+                print(f"engine {rank} is back, with the trainers' weights", flush=True)
 
     # ---- Evaluation ------------------------------------------------------------------------------------------------------
     async def evaluate_async(self, step: int) -> dict[str, float]:
         """Every held-out set, with its own settings: mean reward, truncation, length and, if asked, pass@k."""
         metrics = {}
-        for name, cfg in self.eval_cfgs.items():
-            begin, groups = time.perf_counter(), []
-            for i, prompt in enumerate(self.eval_data[name].prompts):
+        for name, data in self.eval_data.items():
+            cfg, begin, groups = data.cfg, time.perf_counter(), []
+            for i, prompt in enumerate(data.prompts):
                 group = []
                 for j in range(cfg.n_samples_per_eval_prompt):
                     index = i * cfg.n_samples_per_eval_prompt + j
@@ -368,11 +395,19 @@ class Rollout:
                     group.append(Sample(**vars(prompt) | own))
                 groups.append(group)
             monitor = asyncio.create_task(self.watch_engines())
+            tasks = [asyncio.create_task(self.generate_group(cfg, group, evaluation=True)) for group in groups]
             try:
-                results = await asyncio.gather(*(self.generate_group(cfg, group, evaluation=True) for group in groups))
+                work = asyncio.gather(*tasks)
+                await asyncio.wait([work, monitor], return_when=asyncio.FIRST_COMPLETED)
+                results = work.result() if work.done() else monitor.result()     # the monitor only ends by raising
             finally:
-                monitor.cancel()
+                for task in tasks:
+                    task.cancel()
+                await self.end_watch(monitor)
             results = [group for group in results if group is not None]
+            if any(s.status == Status.ABORTED for group in results for s in group):
+                raise RuntimeError(f"evaluation {name}: custom_generate_function aborted a sample, which has no second try "
+                                   "there; return it as COMPLETED or TRUNCATED where evaluation=True")
             rewards = [[s.get_reward_value(cfg.eval_reward_key) for s in group] for group in results]
             flat, samples = [r for group in rewards for r in group], [s for group in results for s in group]
             if not flat:
@@ -433,10 +468,11 @@ class FileRollout:
 
 
 def start_over(sample: Sample) -> None:
-    """Forget the response."""
+    """Back to the bare prompt. Metadata stays: the data has written to it too."""
     sample.tokens = sample.tokens[:len(sample.tokens) - sample.response_length]
     sample.response, sample.response_length, sample.status, sample.reward = "", 0, Status.PENDING, None
     sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [], [], []
+    sample.remove_sample, sample.rollout_id = False, None
 
 
 def mean(values) -> float:

@@ -32,6 +32,7 @@ import algos
 import buffer
 import checks
 import convert
+import memory
 import placement
 import rewards
 from configs import base
@@ -125,7 +126,10 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         hf_config = convert.load_hf_config(model_dir)
         reader = convert.HFReader(model_dir, hf_config)          # refuses a damaged or incomplete model
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
-        data = buffer.DataSource(cfg, AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings)
+        tokenizer, context_len = AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings
+        data = buffer.DataSource(cfg, tokenizer, context_len)
+        eval_data = {name: buffer.DataSource(base.eval_config(cfg, name), tokenizer, context_len)
+                     for name in cfg.eval_prompt_data}
         places = placement.start_ray(cfg, stack)
     except ValueError as error:
         raise base.InputError(str(error)) from error
@@ -133,7 +137,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     if num_rollout is None:
         num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
 
-    cfg = placement.share_memory(cfg, hf_config, reader.num_parameters(), places.gpu_bytes if places else 0)
+    cfg = memory.share_memory(cfg, hf_config, reader.num_parameters(), places.gpu_bytes if places else 0)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         trainers = Trainers(cfg, places)
         stack.callback(trainers.stop)
@@ -148,7 +152,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
                     engines.sleep()
         reference = (cfg.ref_load or model_dir) if cfg.use_kl_loss or cfg.kl_coef else None
         facts = trainers.start(model_dir, reference, num_rollout * cfg.num_steps_per_rollout,
-                               cfg.update_weight_disk_dir or str(run_dir / "weights"))
+                               str(pathlib.Path(cfg.update_weight_disk_dir or run_dir.parent) / run_dir.name / "weights"))
         if engines_up:
             engines_up.result()
 
@@ -160,7 +164,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     if engines is None:
         rollout = FileRollout(cfg, data)
     else:
-        rollout = Rollout(cfg, engines, data, hf_config.max_position_embeddings, run_dir, logs.groups_done)
+        rollout = Rollout(cfg, engines, data, eval_data, run_dir, logs.groups_done)
         rollout.weight_version = extra["step"]
 
         def resync(ranks):                   # engines that were replaced while others generate, and the trainers sleep

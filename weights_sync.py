@@ -1,6 +1,6 @@
 """
-weights_sync.py: how do weights reach the engines? Gather over TP and PP, convert, bucket, checksum; by shared memory, by a
-process group, by disk.
+weights_sync.py: how do weights reach the engines? Gathered over TP and PP, converted, packed into buckets, checked by
+checksums; sent through shared memory, a process group or a disk.
 
     each rank's shards --all_gather(tp)--> full --convert--> HF tensors --flat buffer--> Bucket --broadcast(pp)--> every rank
     tensor:      each rank: a handle of its buffer, for the engine on its GPU; /update_weights_from_tensor copies it in
@@ -10,7 +10,8 @@ process group, by disk.
 The driver (actor.Trainers.push_weights) wraps this in: pause -> flush -> buckets -> verify -> version -> continue.
 
 Test:  pytest tests/test_weights_sync.py
-Knows nothing about: samples, losses, which weights these are. Data-parallel replicas are equal.
+Knows nothing about: samples, losses, which weights these are.
+Relies on: data-parallel replicas hold the same weights, so one of them sends.
 """
 import base64
 import datetime
@@ -52,7 +53,8 @@ class Bucket:
 
 @torch.no_grad()
 def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, full tensor) of one pipeline stage's parameters. Every TP rank of that stage calls it; layer by layer."""
+    """(HF name, full tensor) of one pipeline stage's parameters. Every TP rank of that stage calls it. One
+    parameter at a time is whole, so that a large model needs little more memory than its shards."""
     grid = model.grid
     assert stage == grid.pp_rank, f"stage {stage} asked on a rank of stage {grid.pp_rank}"
     for name, param in model.named_parameters():
@@ -67,7 +69,8 @@ def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def buckets(model, bucket_bytes: int) -> Iterator[Bucket]:
-    """All weights of the model in buckets of about bucket_bytes, on every rank of this data-parallel replica.
+    """All weights of the model, on every rank of this data-parallel replica, in buckets of at most bucket_bytes (a larger
+    tensor is one of its own).
 
     Pipeline stages take turns: the stage packs a bucket and broadcasts it to the others, so every rank sees all of them.
     """
@@ -122,12 +125,15 @@ class WeightSync:
         self.cfg, self.model, self.disk_dir = cfg, model, disk_dir
         self.group, self.group_urls = None, None     # the process group with the engines, and whom it joins
         self.members: set[str] = set()       # engines that hold a group of ours, this one or one before it
+        self.last_folder: pathlib.Path | None = None     # of the push before, by disk
         self.pool = ThreadPoolExecutor(16)
         if cfg.device == "cpu":
-            # NOTE: the default strategy passes open files, which only a child may take; the engine is none, and dies of it.
+            # NOTE: torch's default sends file descriptors, which only our own child processes can receive. An engine is none
+            # of them, and crashes.
             torch.multiprocessing.set_sharing_strategy("file_system")
         elif cfg.update_weight_transport == "tensor":
-            # NOTE: Ray shows us one GPU, which is our 0; the engine sees them all. The patch names a GPU by its UUID.
+            # NOTE: Ray shows us one GPU, our number 0; an engine sees several and numbers them differently. The patch names
+            # a GPU by its UUID.
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
             monkey_patch_torch_reductions()
 
@@ -138,7 +144,8 @@ class WeightSync:
         Rank 0 returns {"version", "bytes", "expected"}: what was sent, and with check=True the checksum of every engine
         parameter as it must be now (see expected_checksums). The others return {}.
         """
-        assert "weights" not in {kind for _, kind, _ in self.model.away.values()}, "weights are off the GPU: wake() first"
+        away = {kind for _, kind, _ in self.model.away.values()}             # "weights", "gradients", "state"
+        assert "weights" not in away, "weights are off the GPU: wake() first"
         by_tensor = self.cfg.update_weight_transport == "tensor"
         alone = not by_tensor or {rank for own in owners for rank in own} == {0}     # rank 0 sends all; its replica gathers
         if alone and self.model.grid.dp_rank != 0:
@@ -180,13 +187,18 @@ class WeightSync:
                     last: Future | None) -> Future:
         """Handles to the buffers go over HTTP, the bytes do not move until the engines copy them into their parameters.
 
-        The owner of an engine's first GPU asks it to, with the handles of all its owners: each GPU copies from its own memory.
+        Each engine gets one request, with one handle per GPU of its own, from the trainer on its first GPU: so every GPU
+        copies within its own memory.
         last: the request for the bucket before this one. Its answer is awaited before the exchange of handles, so that after
         the exchange no engine reads any rank's bucket of before.
         """
         rank = self.model.grid.rank
         # One handle for each GPU: a handle may be opened once.
-        handles = {(e, k): self.handle(bucket) for e, own in enumerate(owners) for k, owner in enumerate(own) if owner == rank}
+        handles = {}                         # (engine, which of its GPUs) -> handle
+        for engine, own in enumerate(owners):
+            for k, owner in enumerate(own):
+                if owner == rank:
+                    handles[engine, k] = self.handle(bucket)
         if last is not None:
             last.result()
         if not alone:
@@ -255,9 +267,9 @@ class WeightSync:
         convert.save_hf(folder, self.model.hf_folder, self.model.hf_config,
                         ((name, tensor) for bucket in stream for name, tensor in bucket.tensors()))
         self.post(urls, "/update_weights_from_disk", [{"model_path": str(folder), "flush_cache": False}] * len(urls))
-        for old in self.disk_dir.glob("weights_*"):
-            if old != folder:
-                shutil.rmtree(old)
+        if self.last_folder:                 # nothing but what was written here: others may use the disk too
+            shutil.rmtree(self.last_folder)
+        self.last_folder = folder
 
     def post(self, urls: list[str], path: str, payloads: list[dict]) -> None:
         """To all engines at once; the first no is an error with the engine's own words, whoever else is still busy."""
@@ -288,21 +300,25 @@ def expected_checksums(tensors: dict[str, Tensor], tp_size: int, kv_heads: int, 
     for rank in range(tp_size):
         own = {}
         for name, pieces in parts.items():
-            cut = [shard(name, pieces[i], rank, tp_size, kv_heads if "qkv" in name and i else tp_size) for i in sorted(pieces)]
+            cut = []
+            for i in sorted(pieces):
+                keys_or_values = "qkv" in name and i > 0
+                cut.append(shard(name, pieces[i], rank, tp_size, kv_heads if keys_or_values else tp_size))
             own[name] = checksum(torch.cat(cut) if len(cut) > 1 else cut[0], device)
         checksums.append(own)
     return checksums
 
 
-def shard(name: str, tensor: Tensor, rank: int, tp_size: int, heads: int) -> Tensor:
-    """One engine rank's part of one HF tensor. [rows/tp, ...] or [rows, columns/tp]; fewer heads than ranks are repeated."""
+def shard(name: str, tensor: Tensor, rank: int, tp_size: int, most: int) -> Tensor:
+    """One engine rank's part of one HF tensor. [rows/tp, ...] or [rows, columns/tp]; where there are at most `most` different
+    parts (key and value heads), fewer than ranks, each goes to several ranks."""
     if "embed_tokens" in name or "lm_head" in name:
         rows = -(-tensor.shape[0] // VOCAB_PADDING) * VOCAB_PADDING
         tensor = torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], tensor.shape[1])])
         return tensor.chunk(tp_size)[rank]
     if "o_proj" in name or "down_proj" in name:
         return tensor.chunk(tp_size, dim=1)[rank]
-    parts = min(tp_size, heads)
+    parts = min(tp_size, most)
     return tensor if "norm" in name else tensor.chunk(parts)[rank * parts // tp_size]
 
 

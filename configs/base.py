@@ -88,6 +88,7 @@ class Config:
     rollout_batch_size: int = 32             # P prompts (groups) trained in one step
     n_samples_per_prompt: int = 8            # n samples in a group
     over_sampling_batch_size: int | None = None  # groups asked for at a time while filtering; None: rollout_batch_size
+    max_batches_asked: int = 20              # a step that asked for so many rollout batches and could not fill one is an error
     dynamic_sampling_filter: Callable | str | None = None  # (args, samples) -> keep (bool or DynamicFilterOutput)
     async_mode: bool = False                 # generate the next step's samples while these are trained: one weight update old
     max_staleness: int | None = None         # weight updates that a trained token may be behind; None: 0, async 1, partial 8
@@ -104,6 +105,7 @@ class Config:
     rollout_skip_special_tokens: bool = False
     sglang_server_concurrency: int = 512     # requests in flight per engine
     request_timeout_s: float = 1800.0        # for one generate request
+    generate_timeout_s: float = 7200.0       # for one call of custom_generate_function: all its turns and tools
     request_retries: int = 3                 # after an engine died under it
     max_engine_restarts: int = 3             # in a whole run; then the run says why and ends
     health_check_interval_s: float | None = None     # an engine silent for three of these is restarted; None: 10, a CPU 60
@@ -293,7 +295,7 @@ def resolve(cfg: Config) -> Config:
         new["rollout_num_gpus"] = cfg.actor_num_gpus if cfg.colocate else cfg.rollout_num_gpus_per_engine
     for key in ("offload_train", "offload_rollout"):
         if not (cfg.colocate and device == "cuda" and cfg.loss_type != "sft") and getattr(cfg, key) is None:
-            new[key] = False                 # else placement.share_memory decides, when it sees the GPU
+            new[key] = False                 # else memory.share_memory decides, when the GPU is seen
     if cfg.update_weight_transport == "auto":
         new["update_weight_transport"] = "tensor" if cfg.colocate else "distributed"
     if cfg.global_batch_size is None:
@@ -341,7 +343,7 @@ def validate(cfg: Config) -> None:
                 "pipeline_model_parallel_size", "log_probs_chunk_size", "rollout_max_response_len", "reward_workers",
                 "sglang_server_concurrency", "update_weight_buffer_size", "n_samples_per_eval_prompt", "keep_checkpoints"):
         need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; set it to 1 or more")
-    for key in ("start_timeout_s", "train_timeout_s", "request_timeout_s", "reward_timeout_s", "health_check_interval_s"):
+    for key in [name for name in FIELDS if name.endswith("timeout_s")] + ["health_check_interval_s"]:
         need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; every wait has a limit, in seconds")
     for key in ("save_interval", "eval_interval", "num_rollout", "num_epoch", "rollout_max_prompt_len", "fixed_loss_length"):
         value, least = getattr(cfg, key), 0 if key == "num_rollout" else 1

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import buffer
-from buffer import DataSource, Sample, Status
+from buffer import ENGINE_RESERVE, DataSource, Sample, Status
 from helpers import make_cfg
 
 TEMPLATE = ("{% if tools %}tools {% for t in tools %}{{ t.name }} {% endfor %}{{ '\\n' }}{% endif %}"
@@ -191,8 +191,8 @@ def test_long_and_empty_prompts_are_counted(tokenizer):
     data = source(tokenizer, rows, rollout_max_prompt_len=5)
     assert [len(p.tokens) for p in data.prompts] == [3, 5]
     assert data.skipped == {"prompt_too_long": 2, "prompt_empty": 1}
-    assert len(source(tokenizer, rows, rollout_max_context_len=7)) == 3      # leaves room for one token
-    assert len(source(tokenizer, rows, context_len=6)) == 2
+    assert len(source(tokenizer, rows, rollout_max_context_len=6 + ENGINE_RESERVE)) == 3     # leaves the room that SGLang wants
+    assert len(source(tokenizer, rows, context_len=5 + ENGINE_RESERVE)) == 2
     with pytest.raises(ValueError, match=r"no usable prompt in 5 rows .*'prompt_too_long': 4.*limit is 2 tokens: raise"):
         source(tokenizer, rows, rollout_max_prompt_len=2)
 

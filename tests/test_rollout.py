@@ -11,6 +11,8 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
+import itertools
 import json
 import pathlib
 import threading
@@ -22,6 +24,7 @@ import pytest
 import torch
 
 from buffer import DataSource, Status
+from configs.base import eval_config
 from engines import Engines
 from helpers import make_cfg
 from rewards import RewardError
@@ -65,7 +68,8 @@ def make(engines, tokenizer, tmp_path):
                        reward_timeout_s=20.0)
             cfg = make_cfg(**cfg | {"over_sampling_batch_size": changes.get("rollout_batch_size", 4)} | changes)
             engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
-            rollout = Rollout(cfg, engines, DataSource(cfg, tokenizer, CONTEXT), CONTEXT, tmp_path)
+            held_out = {name: DataSource(eval_config(cfg, name), tokenizer, CONTEXT) for name in cfg.eval_prompt_data}
+            rollout = Rollout(cfg, engines, DataSource(cfg, tokenizer, CONTEXT), held_out, tmp_path)
             stack.callback(rollout.close)
             return rollout
         yield build
@@ -132,17 +136,19 @@ def test_generate(make, tokenizer, reference, tmp_path):
 
 def test_an_end_token_at_the_limit_ends_the_answer(make, tokenizer):
     async def one_token_until_it_is_the_end(args, sample, params):
-        for _ in range(3000):                # each time it is so with probability of about 1/64
-            once = await args.generate(copy.deepcopy(sample), params | {"max_new_tokens": 1})
-            if once.tokens[-1] == tokenizer.eos_token_id:
-                return once
+        for _ in range(60):                  # each is the end with probability of about 1/64
+            tries = await asyncio.gather(*(args.generate(copy.deepcopy(sample), params | {"max_new_tokens": 1})
+                                           for _ in range(50)))
+            ended = [one for one in tries if one.tokens[-1] == tokenizer.eos_token_id]
+            if ended:
+                return ended[0]
     rollout = make(custom_generate_function=one_token_until_it_is_the_end, rollout_batch_size=1, n_samples_per_prompt=2)
     assert [(s.status, s.response, s.response_length) for s in rollout.generate(0).samples] == [(Status.COMPLETED, "", 1)] * 2
 
 
 def test_context_bounds_the_response(make, tokenizer):
     """Tokens of prompt and response together; a prompt that leaves no room is left out when the data is read."""
-    prompts = ["1" * 12, "2" * 24, "3" * 23]
+    prompts = ["1" * 12, "2" * 18, "3" * 17]
     rollout = make(prompt_data=lambda: [dict(input=p, label="") for p in prompts], rollout_max_context_len=24,
                    custom_generate_function=long_answers, rollout_batch_size=2)
     assert rollout.data.skipped == {"prompt_too_long": 1}
@@ -152,14 +158,24 @@ def test_context_bounds_the_response(make, tokenizer):
     assert {len(s.tokens) for s in samples if s.prompt == prompts[0]} == {24}
 
 
-@pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 6, CONTEXT - 7, CONTEXT - 20])
+@pytest.mark.parametrize("length", [CONTEXT - 6, CONTEXT - 7, CONTEXT - 20])
 def test_prompts_at_the_engines_own_limit(make, length):
-    """SGLang refuses inputs some tokens before its context is full: for us that is a truncated sample, not a dead run."""
-    rollout = make(prompt_data=lambda: [dict(input="1" * length, label="")], custom_generate_function=long_answers,
-                   rollout_batch_size=1)
-    samples = rollout.generate(0).samples
+    """SGLang refuses inputs some tokens before its context is full: such prompts are left out, and a conversation that
+    has grown so long is a truncated sample, not a dead run."""
+    async def a_tool_has_filled_it(args, sample, params):
+        room = CONTEXT - 6 - len(sample.tokens)
+        if room > 0 and sample.index % 2:
+            sample.append([7] * room, trainable=False)
+        return await long_answers(args, sample, params)
+    ask = functools.partial(make, prompt_data=lambda: [dict(input="1" * length, label="")], rollout_batch_size=1,
+                            custom_generate_function=a_tool_has_filled_it)
+    if length > CONTEXT - 7:
+        with pytest.raises(ValueError, match=f"prompt_too_long.: 1.*the limit is {CONTEXT - 7} tokens"):
+            ask()
+        return
+    samples = ask().generate(0).samples
     assert all(s.status == Status.TRUNCATED and len(s.tokens) <= CONTEXT for s in samples)
-    assert all(s.response_length > 0 for s in samples) == (length <= CONTEXT - 7)
+    assert all(bool(s.trained_versions()) != bool(s.index % 2) for s in samples), "the full ones got no token more"
 
 
 # ---- Filters and over-sampling -------------------------------------------------------------------------------------------
@@ -341,6 +357,20 @@ def test_a_malformed_sample_of_a_hook_is_refused(make):
         make(custom_generate_function=forgets_the_mask).generate(0)
 
 
+def test_a_hook_that_hangs_or_gives_up(make):
+    async def hangs(args, sample, sampling_params):
+        await asyncio.sleep(1000)
+    with pytest.raises(TimeoutError, match=r"sample \d+: .*hangs was not done in 1 s; .*generate_timeout_s"):
+        make(custom_generate_function=hangs, generate_timeout_s=1.0).generate(0)
+
+    async def gives_up(args, sample, sampling_params):
+        sample.status = Status.ABORTED
+        return sample
+    rollout = make(custom_generate_function=gives_up, eval_prompt_data={"held_out": sums})
+    with pytest.raises(RuntimeError, match="evaluation held_out: custom_generate_function aborted a sample"):
+        rollout.evaluate(0)
+
+
 def test_a_group_that_a_hook_aborts_is_asked_again(make):
     tried = collections.Counter()
 
@@ -452,9 +482,37 @@ def test_evaluation_with_settings_of_each_set(make, reference, tmp_path):
 
 
 # ---- An engine dies --------------------------------------------------------------------------------------------------------
+def kill_engine(engines, rank: int) -> None:
+    import ray
+    psutil.Process(ray.get(engines.actors[rank][0].pid.remote())).kill()
+
+
+def test_an_engine_that_dies_just_before_the_abort(make, engines, tiny_model):
+    """The surplus groups are called off, and an engine cannot hear it."""
+    short_ones = itertools.count(1)
+
+    async def the_last_short_one_kills(args, sample, params):
+        long = sample.group_index > 1
+        sample = await args.generate(sample, params | {"max_new_tokens": LONG if long else 8, "ignore_eos": True})
+        if not long and next(short_ones) == 6:
+            kill_engine(engines, 1)
+        return sample
+    rollout = make(custom_generate_function=the_last_short_one_kills, rollout_batch_size=2, over_sampling_batch_size=4,
+                   health_check_interval_s=100.0)                # so that the abort finds it, not the monitor
+    before, resynced = engines.restarts, []
+
+    def resync(ranks):
+        resynced.append(ranks)
+        engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False}, only=ranks)
+    rollout.resync = resync
+    result = rollout.generate(0)
+    assert sorted(groups_of(result.samples)) == [0, 1] and outcomes(result.metrics)["put_back"] == 2
+    assert resynced == [[1]] and engines.restarts == before + 1 and engines.check() == []
+    assert [group[0].group_index for group in rollout.data.buffer] == [2, 3]
+
+
 def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, capfd):
     """The last test: the engines get other weights. What was under way is repeated, on the weights of now and no others."""
-    import ray
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for parameter in model.parameters():     # not the ones an engine starts with
@@ -475,7 +533,7 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
         return await args.generate(sample, params | {"max_new_tokens": 480, "ignore_eos": True})
     rollout = make(custom_generate_function=some_come_late, rollout_batch_size=8, n_samples_per_prompt=4)
     push(None)                               # make() set the version back
-    rollout.weight_version, resynced = 5, []
+    rollout.weight_version, resynced, before = 5, [], engines.restarts
 
     def resync(ranks):
         new_engine_is_up.set()
@@ -489,14 +547,14 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
     def kill():
         time.sleep(0.7)
         done_at_kill.append(len(done))
-        psutil.Process(ray.get(engines.actors[1][0].pid.remote())).kill()
+        kill_engine(engines, 1)
     killer = threading.Thread(target=kill)
     killer.start()
     result = rollout.generate(0)
     killer.join()
 
     assert done_at_kill == [0], "no group is complete yet"
-    assert resynced == [[1]] and engines.restarts == 1 and result.metrics["rollout/engine_restarts"] == 1
+    assert resynced == [[1]] and engines.restarts == before + 1 == result.metrics["rollout/engine_restarts"]
     assert result.metrics["rollout/request_retries"] >= 1
     assert outcomes(result.metrics) == dict(trained=8, filtered=0, put_back=0, failed=0)
     assert [s.index for s in result.samples] == list(range(32))
@@ -504,6 +562,6 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
         assert s.response_length == 480 and s.weight_versions == [5] * 480
         assert_log_probs(model, s)
     printed = capfd.readouterr().out
-    assert "engine 1 is down; restart 1 of 3" in printed and "engine 1 is back with weight version 5" in printed
+    assert f"engine 1 is down; restart {before + 1} of 3" in printed and "engine 1 is back, with the trainers' weights" in printed
     both = [pathlib.Path(engines.log_dir / f"engine_{rank}.log").read_text().count("Prefill batch") for rank in range(2)]
     assert min(both) > 0
