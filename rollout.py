@@ -104,7 +104,8 @@ class Rollout:
         self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False,
                                              timeout=aiohttp.ClientTimeout(total=self.cfg.request_timeout_s))
         self.slots = asyncio.Semaphore(limit)    # requests in flight
-        self.recovering, self.recoveries, self.checks = asyncio.Lock(), 0, set()
+        self.recovering, self.recoveries = asyncio.Lock(), 0
+        self.replacing: asyncio.Task | None = None
         # Set: requests may be sent. Cleared while a restarted engine still has the weights of hf_checkpoint.
         # NOTE: a hook that posts to the router itself does not wait for this.
         self.serving = asyncio.Event()
@@ -352,34 +353,32 @@ class Rollout:
 
     async def end_watch(self, monitor: asyncio.Task) -> None:
         monitor.cancel()
-        if self.checks:                      # an engine that is just being replaced gets its weights before anything goes on
-            await asyncio.wait(self.checks)
+        if self.replacing:                   # a new engine gets its weights before anything goes on
+            await asyncio.wait([self.replacing])
         with contextlib.suppress(asyncio.CancelledError, Exception):     # what it raised was said where it was waited for
             await monitor
 
     async def recover(self) -> None:
         """Replace dead engines and give them the current weights. Callers that were waiting when a check began share it."""
-        check = asyncio.create_task(self.replace_dead(self.recoveries))
-        self.checks.add(check)
-        check.add_done_callback(self.checks.discard)
-        await asyncio.shield(check)          # a restart cannot be stopped half-way: it goes on where its caller is cancelled
-
-    async def replace_dead(self, begun: int) -> None:
+        begun = self.recoveries
         async with self.recovering:
             if self.recoveries > begun:
                 return
             self.recoveries += 1
             await asyncio.to_thread(self.engines.check_router)
             for rank in await asyncio.to_thread(self.engines.check):
-                print(f"engine {rank} is down; restart {self.engines.restarts + 1} of {self.cfg.max_engine_restarts}",
-                      flush=True)
-                self.serving.clear()         # NOTE: the router sends to a new engine before it has the current weights
-                try:
-                    await asyncio.to_thread(self.engines.restart, rank)
-                    await asyncio.to_thread(self.resync, [rank])
-                finally:
-                    self.serving.set()
-                print(f"engine {rank} is back, with the trainers' weights", flush=True)
+                self.replacing = asyncio.create_task(self.replace(rank))
+                await asyncio.shield(self.replacing)             # goes on, and is waited for, where its caller is cancelled
+
+    async def replace(self, rank: int) -> None:
+        print(f"engine {rank} is down; restart {self.engines.restarts + 1} of {self.cfg.max_engine_restarts}", flush=True)
+        self.serving.clear()                 # NOTE: the router sends to a new engine before it has the current weights
+        try:
+            await asyncio.to_thread(self.engines.restart, rank)
+            await asyncio.to_thread(self.resync, [rank])
+        finally:
+            self.serving.set()
+        print(f"engine {rank} is back, with the trainers' weights", flush=True)
 
     # ---- Evaluation ------------------------------------------------------------------------------------------------------
     async def evaluate_async(self, step: int) -> dict[str, float]:

@@ -511,6 +511,22 @@ def test_an_engine_that_dies_just_before_the_abort(make, engines, tiny_model):
     assert [group[0].group_index for group in rollout.data.buffer] == [2, 3]
 
 
+def test_a_restart_under_way_ends_before_the_step_does(make, engines):
+    """An idle engine dies, and the last answer is there before its successor."""
+    async def ends_in_the_middle_of_it(args, sample, params):
+        sample = await args.generate(sample, params)
+        kill_engine(engines, 1)
+        while rollout.replacing is None:
+            await asyncio.sleep(0.05)
+        return sample
+    rollout = make(custom_generate_function=ends_in_the_middle_of_it, rollout_batch_size=1, n_samples_per_prompt=1,
+                   health_check_interval_s=1.0)
+    resynced = []
+    rollout.resync = resynced.append
+    rollout.generate(0)
+    assert resynced == [[1]] and engines.check() == [] and rollout.serving.is_set()
+
+
 def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, capfd):
     """The last test: the engines get other weights. What was under way is repeated, on the weights of now and no others."""
     from transformers import AutoModelForCausalLM
