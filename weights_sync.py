@@ -267,7 +267,7 @@ class WeightSync:
         convert.save_hf(folder, self.model.hf_folder, self.model.hf_config,
                         ((name, tensor) for bucket in stream for name, tensor in bucket.tensors()))
         self.post(urls, "/update_weights_from_disk", [{"model_path": str(folder), "flush_cache": False}] * len(urls))
-        if self.last_folder:                 # nothing but what was written here: others may use the disk too
+        if self.last_folder not in (None, folder):   # nothing but what was written here: others may use the disk too
             shutil.rmtree(self.last_folder)
         self.last_folder = folder
 
