@@ -20,7 +20,6 @@ Knows nothing about: trainers, losses. After a restart it asks `resync` (train.p
 """
 import asyncio
 import concurrent.futures
-import contextlib
 import inspect
 import json
 import pathlib
@@ -354,9 +353,7 @@ class Rollout:
     async def end_watch(self, monitor: asyncio.Task) -> None:
         monitor.cancel()
         if self.replacing:                   # a new engine gets its weights before anything goes on
-            await asyncio.wait([self.replacing])
-        with contextlib.suppress(asyncio.CancelledError, Exception):     # what it raised was said where it was waited for
-            await monitor
+            await asyncio.shield(self.replacing)                 # and raises, where it could not be replaced
 
     async def recover(self) -> None:
         """Replace dead engines and give them the current weights. Callers that were waiting when a check began share it."""

@@ -25,7 +25,7 @@ import torch
 
 from buffer import DataSource, Status
 from configs.base import eval_config
-from engines import Engines
+from engines import EngineError, Engines, call
 from helpers import make_cfg
 from rewards import RewardError
 from rollout import DynamicFilterOutput, Rollout, check_reward_nonzero_std, pass_at_k
@@ -483,16 +483,25 @@ def test_evaluation_with_settings_of_each_set(make, reference, tmp_path):
 
 # ---- An engine dies --------------------------------------------------------------------------------------------------------
 def kill_engine(engines, rank: int) -> None:
+    """Returns when it answers no more."""
     import ray
+    url, end = engines.urls[rank], time.monotonic() + 60
     psutil.Process(ray.get(engines.actors[rank][0].pid.remote())).kill()
+    with contextlib.suppress(EngineError):
+        while time.monotonic() < end:
+            call("GET", url + "/health", None, 30.0)
+            time.sleep(0.05)
+        raise AssertionError(f"{url} lives on")
 
 
-def test_an_engine_that_dies_just_before_the_abort(make, engines, tiny_model):
-    """The surplus groups are called off, and an engine cannot hear it."""
+def test_an_engine_that_dies_just_before_the_abort(make, engines):
+    """An idle one, so nobody has noticed; the surplus groups, busy with a tool, are called off, and it cannot hear it."""
     short_ones = itertools.count(1)
 
     async def the_last_short_one_kills(args, sample, params):
         long = sample.group_index > 1
+        while long and rollout.replacing is None:
+            await asyncio.sleep(0.05)
         sample = await args.generate(sample, params | {"max_new_tokens": LONG if long else 8, "ignore_eos": True})
         if not long and next(short_ones) == 6:
             kill_engine(engines, 1)
@@ -525,6 +534,24 @@ def test_a_restart_under_way_ends_before_the_step_does(make, engines):
     rollout.resync = resynced.append
     rollout.generate(0)
     assert resynced == [[1]] and engines.check() == [] and rollout.serving.is_set()
+
+
+def test_a_restart_that_fails_when_the_step_is_done_ends_the_run(make, engines, monkeypatch):
+    async def ends_in_the_middle_of_it(args, sample, params):
+        sample = await args.generate(sample, params)
+        while rollout.replacing is None:
+            await asyncio.sleep(0.05)
+        return sample
+
+    async def used_up(rank):
+        await asyncio.sleep(2.0)
+        raise EngineError(f"engine {rank} is down and all restarts are used up")
+    rollout = make(custom_generate_function=ends_in_the_middle_of_it, rollout_batch_size=1, n_samples_per_prompt=1,
+                   health_check_interval_s=0.2)
+    monkeypatch.setattr(rollout, "replace", used_up)
+    monkeypatch.setattr(engines, "check", lambda: [1])
+    with pytest.raises(EngineError, match="engine 1 is down and all restarts are used up"):
+        rollout.generate(0)
 
 
 def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, capfd):
