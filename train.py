@@ -121,8 +121,8 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     from engines import Engines
     from logs import Logs
     from rollout import FileRollout, Rollout
-    try:
-        model_dir = resolve_model(cfg, run_dir)
+    model_dir = resolve_model(cfg, run_dir)
+    with reading_input():
         hf_config = convert.load_hf_config(model_dir)
         reader = convert.HFReader(model_dir, hf_config)          # refuses a damaged or incomplete model
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
@@ -131,8 +131,6 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         eval_data = {name: buffer.DataSource(base.eval_config(cfg, name), tokenizer, context_len)
                      for name in cfg.eval_prompt_data}
         places = placement.start_ray(cfg, stack)
-    except ValueError as error:
-        raise base.InputError(str(error)) from error
     num_rollout = cfg.num_rollout
     if num_rollout is None:
         num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
@@ -213,7 +211,17 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
             (stage_dir / "done").touch()
             print("stage 2 of 2: this run, from the model that stage 1 made", flush=True)
         return str(max((stage_dir / "hf").glob("iter_*")))
-    return str(convert.HFReader(source).folder)
+    with reading_input():
+        return str(convert.HFReader(source).folder)
+
+
+@contextlib.contextmanager
+def reading_input():
+    """A ValueError in here is about what the user gave: main() prints its one line, which says how to mend it."""
+    try:
+        yield
+    except ValueError as error:
+        raise base.InputError(str(error)) from error
 
 
 def has_stage(cfg: base.Config) -> bool:

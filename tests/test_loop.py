@@ -154,6 +154,13 @@ def test_mistakes_leave_nothing_behind(run_file, tmp_path, args, says):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_mistake_in_the_users_own_code_keeps_its_traceback(run_file, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text(run_file.read_text() + "def hf_checkpoint(folder): raise ValueError('in my own function')\n")
+    done = run([str(broken), f"--output_dir={tmp_path}", "--run_name=x"], 240)
+    assert done.returncode == 1 and "ValueError: in my own function" in done.stderr and "broken.py" in done.stderr
+
+
 def test_what_only_reading_shows_is_said_before_anything_starts(run_file, tmp_path):
     done = run([str(run_file), f"--output_dir={tmp_path}", "--run_name=x", "--prompt_data=nowhere.jsonl"], 240)
     assert done.returncode == 1 and "Traceback" not in done.stderr
