@@ -69,9 +69,11 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
     owners, gpu_bytes = [], 0
     if cfg.colocate:
         owners = [[trainers.index(bundle) for part in engine for bundle in part] for engine in engines]
-        gpu_bytes = min(ask_bundles(group, gpus, memory, cfg.start_timeout_s))
-    gpus_of = [[(group, part[0], [places[bundle][1] for bundle in part]) for part in engine] for engine in engines]
-    return Places([(group, bundle) for bundle in trainers], gpus_of, owners, gpu_bytes)
+        gpu_bytes = min(ask_bundles(group, gpus, total_memory, cfg.start_timeout_s))
+    return Places(
+        trainers=[(group, bundle) for bundle in trainers],
+        engines=[[(group, part[0], [places[bundle][1] for bundle in part]) for part in engine] for engine in engines],
+        owners=owners, gpu_bytes=gpu_bytes)
 
 
 def where() -> tuple[str, str]:
@@ -80,7 +82,7 @@ def where() -> tuple[str, str]:
     return ray.util.get_node_ip_address() + " " + ray.get_runtime_context().get_node_id(), str(ray.get_gpu_ids()[0])
 
 
-def memory() -> int:
+def total_memory() -> int:
     """Bytes of this bundle's GPU."""
     import pynvml
     pynvml.nvmlInit()

@@ -122,10 +122,10 @@ class WeightSync:
     """One rank's part in pushing weights."""
 
     def __init__(self, cfg, model, disk_dir: pathlib.Path):
+        """disk_dir: this run's own; versions before the present one are removed there."""
         self.cfg, self.model, self.disk_dir = cfg, model, disk_dir
         self.group, self.group_urls = None, None     # the process group with the engines, and whom it joins
         self.members: set[str] = set()       # engines that hold a group of ours, this one or one before it
-        self.last_folder: pathlib.Path | None = None     # of the push before, by disk
         self.pool = ThreadPoolExecutor(16)
         if cfg.device == "cpu":
             # NOTE: torch's default sends file descriptors, which only our own child processes can receive. An engine is none
@@ -267,9 +267,9 @@ class WeightSync:
         convert.save_hf(folder, self.model.hf_folder, self.model.hf_config,
                         ((name, tensor) for bucket in stream for name, tensor in bucket.tensors()))
         self.post(urls, "/update_weights_from_disk", [{"model_path": str(folder), "flush_cache": False}] * len(urls))
-        if self.last_folder not in (None, folder):   # nothing but what was written here: others may use the disk too
-            shutil.rmtree(self.last_folder)
-        self.last_folder = folder
+        for old in self.disk_dir.glob("weights_*"):
+            if old != folder:
+                shutil.rmtree(old)
 
     def post(self, urls: list[str], path: str, payloads: list[dict]) -> None:
         """To all engines at once; the first no is an error with the engine's own words, whoever else is still busy."""

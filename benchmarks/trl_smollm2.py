@@ -8,9 +8,9 @@ DTYPE is that of the weights. float32 (under bf16 autocast) learns as our fp32 m
 
 Prints the seconds of every step; the first ones warm up.
 """
-import re
 import sys
 import time
+from types import SimpleNamespace
 
 import reasoning_gym
 import torch
@@ -18,14 +18,13 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-TASK = dict(size=4000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+from configs import smollm2_1gpu_grpo as ours
 
 
-def last_number(completions, entry, **unused):
-    """As configs/smollm2.py: the task's own verifier on the last number of the answer."""
-    score = reasoning_gym.get_score_answer_fn("chain_sum")
-    found = [re.findall(r"-?\d+", one[0]["content"]) for one in completions]
-    return [float(bool(f) and score(f[-1], e) == 1) for f, e in zip(found, entry)]
+def reward(completions, entry, **unused):
+    """The run file's own, for TRL's data."""
+    return [ours.custom_rm(None, SimpleNamespace(response=one[0]["content"], metadata=dict(source_dataset="chain_sum", entry=e)))
+            for one, e in zip(completions, entry)]
 
 
 class Clock(TrainerCallback):
@@ -42,14 +41,16 @@ def main() -> None:
     folder, steps = sys.argv[1], int((sys.argv[2:] or ["60"])[0])
     dtype = getattr(torch, (sys.argv[3:] or ["float32"])[0])
     cuda = torch.cuda.is_available()
+    task = dict(ours.prompt_data)
     rows = [dict(prompt=[dict(role="user", content=e["question"])], entry=e)
-            for e in reasoning_gym.create_dataset("chain_sum", **TASK)]
+            for e in reasoning_gym.create_dataset(task.pop("reasoning_gym"), **task)]
     config = GRPOConfig(
-        output_dir="outputs/trl", per_device_train_batch_size=256 if cuda else 16, num_generations=8, max_completion_length=48,
-        temperature=1.0, learning_rate=1e-5, lr_scheduler_type="constant", beta=0.0, max_steps=steps, bf16=cuda,
+        output_dir="outputs/trl", num_generations=ours.n_samples_per_prompt, max_completion_length=ours.rollout_max_response_len,
+        per_device_train_batch_size=ours.rollout_batch_size * ours.n_samples_per_prompt if cuda else 16,
+        temperature=1.0, learning_rate=ours.lr, lr_scheduler_type="constant", beta=0.0, max_steps=steps, bf16=cuda,
         gradient_checkpointing=False, save_strategy="no", logging_steps=10, report_to="none",
         model_init_kwargs=dict(dtype=dtype))
-    trainer = GRPOTrainer(folder, reward_funcs=last_number, args=config, train_dataset=Dataset.from_list(rows),
+    trainer = GRPOTrainer(folder, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
                           processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[Clock()])
     begin = time.perf_counter()
     trainer.train()

@@ -123,8 +123,7 @@ class Config:
     on_reward_error: Literal["raise", "skip"] = "raise"  # skip: the sample counts as failed, its group is left out
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
-    eval_prompt_data: dict = field(default_factory=dict)  # name -> path, or dict(prompt_data=.., and any of the fields
-    #                                          n_samples_per_eval_prompt, eval_temperature, rm_type, input_key, ...)
+    eval_prompt_data: dict = field(default_factory=dict)  # name -> path, or dict(prompt_data=..., any others of eval_fields())
     eval_interval: int | None = None         # steps; also before the first and after the last step
     skip_eval_before_train: bool = False
     n_samples_per_eval_prompt: int = 1
@@ -341,7 +340,8 @@ def validate(cfg: Config) -> None:
     for key in ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "global_batch_size", "actor_num_gpus",
                 "rollout_num_gpus_per_engine", "rollout_num_gpus", "tensor_model_parallel_size", "max_tokens_per_gpu",
                 "pipeline_model_parallel_size", "log_probs_chunk_size", "rollout_max_response_len", "reward_workers",
-                "sglang_server_concurrency", "update_weight_buffer_size", "n_samples_per_eval_prompt", "keep_checkpoints"):
+                "sglang_server_concurrency", "update_weight_buffer_size", "n_samples_per_eval_prompt", "keep_checkpoints",
+                "max_batches_asked"):
         need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; set it to 1 or more")
     for key in [name for name in FIELDS if name.endswith("timeout_s")] + ["health_check_interval_s"]:
         need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; every wait has a limit, in seconds")

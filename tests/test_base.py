@@ -172,6 +172,7 @@ WRONG = [
     (dict(rm_type="dapo"), r"gives a dict \(score, acc, pred\); set reward_key='score'"),
     (dict(rollout_batch_size=0), "rollout_batch_size=0 must be positive; set it to 1 or more"),
     (dict(num_steps_per_rollout=0), "num_steps_per_rollout=0 must be positive"),
+    (dict(max_batches_asked=0), "max_batches_asked=0 must be positive"),
     (dict(n_samples_per_prompt=0), "n_samples_per_prompt=0 must be positive"),
     (dict(tensor_model_parallel_size=-1), "tensor_model_parallel_size=-1 must be positive"),
     (dict(rollout_num_gpus_per_engine=0), "rollout_num_gpus_per_engine=0 must be positive"),

@@ -7,6 +7,7 @@ Run:   pytest tests/test_style.py -s        prints the totals
 """
 import ast
 import pathlib
+import tomllib
 
 import pytest
 
@@ -58,6 +59,11 @@ def test_line_budgets():
             over.append(f"{name} has {lines} lines, the budget is {budget} (+10%)")
     print(f"{'all':32} {total:5} of {sum(BUDGET.values())}")
     assert not over, "; ".join(over) + ": cut, or talk about the budget in BUDGET"
+
+
+def test_every_file_is_installed():
+    installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["py-modules"]
+    assert sorted(installed) == sorted(path.stem for path in ROOT.glob("*.py")), "py-modules in pyproject.toml"
 
 
 @each_file
