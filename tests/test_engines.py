@@ -199,7 +199,8 @@ from engines import Engines
 from helpers import make_cfg
 if __name__ == "__main__":
     ray.init("local", num_cpus=2, include_dashboard=False)
-    Engines(make_cfg(rollout_num_gpus=1), {str(tmp_path)!r}, {tiny_model!r}).start()
+    engines = Engines(make_cfg(rollout_num_gpus=1), {str(tmp_path)!r}, {tiny_model!r})    # kept: else Python ends them
+    engines.start()
     print("up", flush=True)
     time.sleep(600)
 """
@@ -210,7 +211,7 @@ if __name__ == "__main__":
         assert any(line == "up\n" for line in process.stdout), "the driver ended before its engine was up"
         # By their logs: what Ray's daemons have started need not be the driver's descendants.
         servers = [p for p in psutil.process_iter() if output_of(p).startswith(str(tmp_path))]
-        assert len(servers) >= 5, "two supervisors, the router, the server, its scheduler"
+        assert len(servers) >= 6, "two supervisors, the router, the server, its scheduler and detokenizer"
     finally:
         process.kill()
     assert gone(servers, 120.0)
