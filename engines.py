@@ -194,7 +194,7 @@ class Engines:
         args = server_args(self.cfg, rank, self.model_path) | dict(nnodes=nodes, node_rank=node_rank)
         cpu_engines = self.num_engines if self.cfg.device == "cpu" else 0
         log = self.log_dir / f"engine_{rank}{f'_node_{node_rank}' if node_rank else ''}.log"
-        return ray.remote(Engine).options(**options).remote(args, str(log), cpu_engines, gpus)
+        return ray.remote(Engine).options(**options).remote(rank, args, str(log), cpu_engines, gpus)
 
     @staticmethod
     def _end(actors: list) -> None:
@@ -232,16 +232,17 @@ def server_args(cfg, rank: int, model_path: str) -> dict[str, Any]:
 class Engine:
     """A Ray actor that owns one SGLang server, or one node's part of it."""
 
-    def __init__(self, args: dict[str, Any], log: str, cpu_engines: int, gpus: list[str] | None):
+    def __init__(self, rank: int, args: dict[str, Any], log: str, cpu_engines: int, gpus: list[str] | None):
         """args: server_args(...); cpu_engines: how many engines share the CPU cores, 0 where GPUs compute; gpus: those."""
         self.args, self.log, self.cpu_engines, self.gpus = args, pathlib.Path(log), cpu_engines, gpus
+        self.ports = 2 + rank % 13           # free_port's part
         self.child: Child | None = None
 
     def address(self) -> str:
         """Where this engine's nodes may meet."""
         import ray
         host = ray.util.get_node_ip_address()
-        return f"{host}:{free_port(host)}"
+        return f"{host}:{free_port(host, self.ports)}"
 
     def start(self, timeout_s: float, meet: str | None = None) -> str:
         """Start the server and wait until it can generate -> its URL (of other nodes than the first it only says: I am up)."""
@@ -408,11 +409,10 @@ class Child:
 
     def stop(self) -> None:
         """Kill everything it started, and wait until that is gone (a GPU's memory is free only then)."""
-        try:
+        family = []
+        if self.alive():                     # else its pid may be somebody else's by now, and what it started is dead
             supervisor = psutil.Process(self.process.pid)
             family = [*supervisor.children(recursive=True), supervisor]
-        except psutil.NoSuchProcess:
-            family = []
         for process in family:
             try:
                 process.kill()
@@ -460,11 +460,19 @@ def serve_router(args: dict[str, Any]) -> None:
     StockRouter.from_args(RouterArgs(**args)).start()
 
 
-def free_port(host: str) -> int:
-    """A port that nobody has now. NOTE: from below 32768, where the kernel's range for outgoing connections begins: a
-    server takes the port up to 20 s later, and by then one of those might have it."""
+ports_given: set[int] = set()
+
+
+def free_port(host: str, part: int = 0) -> int:
+    """A port that nobody has now. NOTE: a server takes it up to 20 s later, so it is one that nobody will have by then: from a
+    thousand of the caller's own (part 0: the router, 1: trainers, 2 to 14: engines), never one given before, and from below
+    32768, where the kernel's range for outgoing connections begins."""
+    problem = "all were given before"
     for _ in range(100):
-        port = random.SystemRandom().randint(15000, 30000)
+        port = 15000 + part * 1000 + random.SystemRandom().randrange(1000)
+        if port in ports_given:
+            continue
+        ports_given.add(port)
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))

@@ -101,7 +101,7 @@ class Worker:
                                         stdin=subprocess.DEVNULL, start_new_session=True)  # its own group, for kill
         theirs.close()
 
-    def call(self, job, limit_s, load_s=60):  # load_s: to import what a hook needs (torch?) before its clock starts
+    def call(self, job, limit_s, load_s=300):  # load_s: to import what a hook needs (torch?) before its clock starts
         if not self.process:
             self.start()
         start_s = time.monotonic()
@@ -111,7 +111,8 @@ class Worker:
                 raise EOFError
             value, failure = cloudpickle.loads(self.conn.recv_bytes())
         except (EOFError, OSError):
-            hung, code = time.monotonic() - start_s >= limit_s, self.kill()
+            late, code = time.monotonic() - start_s >= limit_s, self.kill()
+            hung = late and code in (1, -signal.SIGKILL)   # faulthandler's way out is 1; ours is a signal
             failure = "timed out, its stack is on stderr" if hung else f"died with exit code {code}"
         if failure:
             raise RewardError(failure)

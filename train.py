@@ -246,7 +246,7 @@ def stop_on_signal(stack: contextlib.ExitStack) -> threading.Event:
         if stop.is_set():
             sys.exit("stopped by a second signal; the last checkpoint is good")
         stop.set()
-        print("stopping after this step; once more to stop now", flush=True)
+        os.write(1, b"stopping after this step; once more to stop now\n")       # print() may be what was interrupted
     if threading.current_thread() is threading.main_thread():
         for kind in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, kind, signal.signal(kind, handle))     # back to the old one when this run ends

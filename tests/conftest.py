@@ -9,6 +9,7 @@ import os
 import pytest
 
 os.environ["RAY_worker_niceness"] = "0"      # as train.py does: Ray's 15 starves trainers beside a busy engine
+os.environ["RAY_memory_monitor_refresh_ms"] = "0"    # nor may Ray kill ours because somebody else fills the memory
 
 CHARACTERS = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?!\n"   # token ids 3, 4, ... in this order
 

@@ -455,5 +455,5 @@ def test_check_command(folders, broken):
     with pytest.raises(ValueError, match=r"mlp.down_proj.weight \(64, 96\) instead of \(64, 128\)"):
         convert.check(broken)
     command = [sys.executable, "convert.py", "check", "/no/such"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1 and done.stderr.startswith("error: model folder /no/such not found"), done.stderr

@@ -4,6 +4,7 @@ test_engines.py: do the servers live, obey and die as engines.py says? Two real 
 Test:  pytest tests/test_engines.py      (about 70 s: four SGLang starts, most of it imports)
 Left out on purpose: GPUs and placement groups; whether what is generated is right is tests/test_cpu.py.
 """
+import gc
 import os
 import signal
 import subprocess
@@ -28,12 +29,14 @@ def engines(request, tiny_model, tmp_path_factory):
     request.addfinalizer(ray.shutdown)       # also where the start fails: other modules have their own
     cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=400.0, max_engine_restarts=1)
     with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
+        gc.collect()
+        gc.freeze()                          # as train.py: a collection stops this process for half a second
         yield engines
 
 
 def send(url: str, input_ids: list[int], max_new_tokens: int) -> dict:
     sampling = dict(temperature=1.0, max_new_tokens=max_new_tokens, ignore_eos=True)
-    return call("POST", url + "/generate", dict(input_ids=input_ids, sampling_params=sampling, return_logprob=True), 60.0)
+    return call("POST", url + "/generate", dict(input_ids=input_ids, sampling_params=sampling, return_logprob=True), 400.0)
 
 
 def in_flight(engines: Engines, requests: int) -> list[Future]:
@@ -41,7 +44,7 @@ def in_flight(engines: Engines, requests: int) -> list[Future]:
     def under_way() -> bool:
         loads = [load for url in engines.urls for load in call("GET", url + "/v1/loads?include=core", None, 30.0)["loads"]]
         done = sum(load["num_total_tokens"] for load in loads) / requests
-        return sum(load["num_running_reqs"] for load in loads) == requests and 10 < done < LONG / 3
+        return sum(load["num_running_reqs"] for load in loads) == requests and 10 < done < LONG / 8
 
     pool = ThreadPoolExecutor(requests)
     for _ in range(10):                      # another try where they ended unseen
@@ -105,7 +108,7 @@ def test_abort_gives_back_what_there_is(engines):
     futures = in_flight(engines, 6)
     engines.abort_all()
     for future in futures:
-        answer = future.result(timeout=60)
+        answer = future.result(timeout=400)
         meta = answer["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
         assert 0 < len(answer["output_ids"]) < LONG
@@ -123,12 +126,12 @@ def test_requests_live_on_over_a_weight_update(engines):
     assert not late.done()
     engines.resume()
     for i, future in enumerate(futures):
-        part = future.result(timeout=60)
+        part = future.result(timeout=400)
         assert part["meta_info"]["weight_version"] != "7", "these tokens are the old weights'"
         rest = send(engines.router_url, [5, 6, 7 + i] + part["output_ids"], 20)
         assert 0 < len(part["output_ids"]) < LONG and len(rest["output_ids"]) == 20
         assert rest["meta_info"]["weight_version"] == "7"
-    assert late.result(timeout=60)["meta_info"]["weight_version"] == "7"
+    assert late.result(timeout=400)["meta_info"]["weight_version"] == "7"
 
 
 def test_retracted_requests_complete_but_block_the_flush(engines):
@@ -138,7 +141,7 @@ def test_retracted_requests_complete_but_block_the_flush(engines):
         engines.flush_cache(timeout_s=0.5)
     engines.resume()
     for future in futures:
-        answer = future.result(timeout=60)
+        answer = future.result(timeout=400)
         assert answer["meta_info"]["finish_reason"]["type"] == "length" and len(answer["output_ids"]) == LONG
 
 
@@ -201,7 +204,7 @@ if __name__ == "__main__":
     ray.init("local", num_cpus=2, include_dashboard=False)
     engines = Engines(make_cfg(rollout_num_gpus=1), {str(tmp_path)!r}, {tiny_model!r})    # kept: else Python ends them
     engines.start()
-    print("up", flush=True)
+    print("\\nup\\n", end="", flush=True)      # in one piece: Ray prints here too
     time.sleep(600)
 """
     (tmp_path / "driver.py").write_text(driver)

@@ -398,7 +398,7 @@ def test_remote_rm_retries_and_gives_up():
     assert reward == 0.25 and seen == [{"prompt": "p", "response": r"\boxed{r}", "label": "l"}] * 3
     assert with_server([good], rm_type="boxed_remote_rm")[2][0]["response"] == "r"
     assert with_server([(200, {"score": 1})], reward_key="score")[0] == {"score": 1.0}
-    reward, error, seen = with_server([bad], reward_timeout_s=5)
+    reward, error, seen = with_server([bad], reward_timeout_s=12)
     assert reward is None and "503" in error and "remote_rm" in error and len(seen) > 2
     reward, error, _ = with_server([(None, {})], reward_timeout_s=0.3)
     assert reward is None and "limit 0.3 s" in error and "TimeoutError" in error
@@ -408,4 +408,4 @@ def test_remote_rm_retries_and_gives_up():
 def test_remote_rm_says_when_nobody_is_there(rewarder):
     for url, said in ((None, "rm_url"), ("http://127.0.0.1:9/rm", "127.0.0.1:9")):
         with pytest.raises(RewardError, match=said):
-            score(rewarder, make(""), rm_type="remote_rm", rm_url=url, reward_timeout_s=5)
+            score(rewarder, make(""), rm_type="remote_rm", rm_url=url, reward_timeout_s=12)
