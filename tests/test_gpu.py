@@ -167,12 +167,16 @@ def differences(steps: list[dict]) -> list[float]:
 def test_an_engine_killed_while_it_generates(run_file, offload):
     process, run_dir = start(run_file, "--num_rollout=5", "--rollout_max_response_len=3000", f"--offload_train={offload}",
                              f"--offload_rollout={offload}")
-    metrics, end = run_dir / "metrics.jsonl", time.monotonic() + 300
-    while not (metrics.exists() and metrics.read_text()) and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.1)
-    time.sleep(1.0)                          # into the second step's generation, which takes several seconds
-    log = str(run_dir / "logs" / "engine_0.log")
-    schedulers = [p for p in psutil.process_iter() if output_of(p) == log and "schedul" in p.name()]
+    metrics, log = run_dir / "metrics.jsonl", run_dir / "logs" / "engine_0.log"
+
+    def wait_for(condition):
+        end = time.monotonic() + 300
+        while not condition() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+    wait_for(lambda: metrics.exists() and metrics.read_text())
+    before = log.read_text().count("Decode batch")
+    wait_for(lambda: log.read_text().count("Decode batch") > before)     # a line each 40 of up to 3000 tokens
+    schedulers = [p for p in psutil.process_iter() if output_of(p) == str(log) and "schedul" in p.name()]
     assert schedulers, "no engine is running"
     schedulers[0].kill()
     steps = finish(process, run_dir)
