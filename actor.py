@@ -29,7 +29,7 @@ class TrainActor:
     def address(self) -> tuple[str, int]:
         """Where rank 0 lets the others meet."""
         host = ray.util.get_node_ip_address()
-        return host, free_port(host, 1)
+        return host, free_port(host, part=1)
 
     def start(self, address: tuple[str, int], hf_folder: str, ref_folder: str | None, total_steps: int, disk_dir: str) -> dict:
         """Join the group, build the model, load the weights. -> facts about the grid."""

@@ -235,14 +235,14 @@ class Engine:
     def __init__(self, rank: int, args: dict[str, Any], log: str, cpu_engines: int, gpus: list[str] | None):
         """args: server_args(...); cpu_engines: how many engines share the CPU cores, 0 where GPUs compute; gpus: those."""
         self.args, self.log, self.cpu_engines, self.gpus = args, pathlib.Path(log), cpu_engines, gpus
-        self.ports = 2 + rank % 13           # free_port's part
+        self.part = 2 + rank % 13            # whose ports are ours
         self.child: Child | None = None
 
     def address(self) -> str:
         """Where this engine's nodes may meet."""
         import ray
         host = ray.util.get_node_ip_address()
-        return f"{host}:{free_port(host, self.ports)}"
+        return f"{host}:{free_port(host, self.part)}"
 
     def start(self, timeout_s: float, meet: str | None = None) -> str:
         """Start the server and wait until it can generate -> its URL (of other nodes than the first it only says: I am up)."""

@@ -34,8 +34,8 @@ def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
         return dataclasses.replace(cfg, offload_train=False, offload_rollout=False)
     tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
     dp = cfg.actor_num_gpus // (tp * pp) if cfg.use_distributed_optimizer else 1
-    weights = 2 * parameters / (tp * pp)
-    kept = weights * (6 + 12 / dp) / 2
+    own = parameters / (tp * pp)
+    weights, kept = 2 * own, own * (6 + 12 / dp)
     logits = 8 * cfg.log_probs_chunk_size * hf_config.vocab_size / tp        # in bf16 and fp32, and their gradient
     training = kept + activations(cfg, hf_config) + logits
     weights, kept, training = (size / gpu_bytes for size in (weights, kept, training))

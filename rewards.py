@@ -112,7 +112,7 @@ class Worker:
             value, failure = cloudpickle.loads(self.conn.recv_bytes())
         except (EOFError, OSError):
             late, code = time.monotonic() - start_s >= limit_s, self.kill()
-            hung = late and code in (1, -signal.SIGKILL)   # faulthandler's way out is 1; ours is a signal
+            hung = late and code in (1, -signal.SIGKILL)  # faulthandler exits with 1; -9 is our own kill
             failure = "timed out, its stack is on stderr" if hung else f"died with exit code {code}"
         if failure:
             raise RewardError(failure)

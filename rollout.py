@@ -262,7 +262,7 @@ class Rollout:
             except TimeoutError as error:
                 if not limit.expired():      # the hook's own
                     raise
-                raise TimeoutError(f"sample {sample.index}: {hook.__qualname__} was not done in "
+                raise TimeoutError(f"sample {sample.index}: {getattr(hook, '__qualname__', hook)} was not done in "
                                    f"{cfg.generate_timeout_s:.0f} s; does a tool hang? Else set generate_timeout_s "
                                    "higher") from error
             samples = out if isinstance(out, list) else [out]

@@ -236,7 +236,7 @@ class WeightSync:
         per_engine, limit_s = self.cfg.rollout_num_gpus_per_engine, self.cfg.train_timeout_s
         world = 1 + per_engine * len(urls)
         host = ray.util.get_node_ip_address()    # the one that Ray's other nodes know
-        port = free_port(host, 1)
+        port = free_port(host, part=1)
         backend = "nccl" if self.cfg.device == "cuda" else "gloo"
         joined = self.pool.submit(init_custom_process_group, backend=backend, init_method=f"tcp://{host}:{port}",
                                   world_size=world, rank=0, group_name=GROUP, timeout=datetime.timedelta(seconds=limit_s))

@@ -1,14 +1,18 @@
 """
-helpers.py: what several test files call. A Config without a run file, and worker processes that cannot hang a test.
+helpers.py: what several test files call. A Config without a run file, engines that run, and worker processes that cannot
+hang a test.
 
     run_workers(function, world, ...) --spawn--> function(rank, world, port, ...) in each process --> [result of each rank]
 
 Left out on purpose: fixtures; those are in conftest.py.
 """
+import contextlib
 import dataclasses
+import gc
 import io
 import multiprocessing
 import os
+import pathlib
 import queue
 import time
 import traceback
@@ -18,7 +22,7 @@ import psutil
 import torch
 
 from configs.base import Config
-from engines import free_port
+from engines import Engines, free_port
 
 
 # A whole run on the tiny model; .format(model=its folder).
@@ -52,6 +56,29 @@ def make_cfg(**changes) -> Config:
                     health_check_interval_s=10.0,
                     max_staleness=8 * changes.get("partial_rollout", False) + changes.get("async_mode", False))
     return dataclasses.replace(Config(), **resolved | changes)
+
+
+@contextlib.contextmanager
+def running_engines(log_dir: pathlib.Path, model: str, ray_options: dict | None = None, **changes):
+    """Engines of the folder `model` under a Ray of their own; changes: of the Config."""
+    import ray
+    ray.init("local", num_cpus=8, include_dashboard=False, **(ray_options or {}))
+    try:
+        with Engines(make_cfg(**dict(start_timeout_s=400.0) | changes), log_dir, model) as engines:
+            gc.collect()
+            gc.freeze()                      # as train.py: a collection stops this process for half a second
+            yield engines
+    finally:                                 # also where the start fails: other modules have their own Ray
+        ray.shutdown()
+
+
+def wait_for(condition: Callable, timeout_s: float, process) -> None:
+    """Until condition() holds; `process`, a train.py, must live until then."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "train.py ended early: " + (process.stdout.read()[-3000:] if process.stdout else "")
+        assert time.monotonic() < end, f"not reached in {timeout_s} s"
+        time.sleep(0.05)
 
 
 def run_workers(function: Callable, world: int, *args, limit_s: float = 120) -> list:

@@ -14,6 +14,7 @@ import pytest
 import bench
 from helpers import RUN_FILE, make_cfg
 
+pytestmark = pytest.mark.timeout(1000)
 ROOT = pathlib.Path(bench.__file__).parent
 
 
@@ -37,7 +38,6 @@ def test_summary():
         assert said in text
 
 
-@pytest.mark.timeout(1000)
 def test_a_real_run(tiny_model, tmp_path):
     run_file = tmp_path / "tiny.py"
     run_file.write_text(RUN_FILE.format(model=tiny_model))

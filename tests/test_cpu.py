@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import cpu
-from engines import Engines, call
-from helpers import make_cfg
+from engines import call
+from helpers import running_engines
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="cpu.py is for machines with no GPU")
 
@@ -59,12 +59,8 @@ def test_products_do_not_depend_on_the_number_of_rows(monkeypatch):
 
 # ---- The server --------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def engines(request, tiny_model, tmp_path_factory):
-    import ray
-    ray.init("local", num_cpus=8, include_dashboard=False)
-    request.addfinalizer(ray.shutdown)       # also where the start fails: other modules have their own
-    cfg = make_cfg(rollout_num_gpus=1, deterministic=True, start_timeout_s=400.0)
-    with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
+def engines(tiny_model, tmp_path_factory):
+    with running_engines(tmp_path_factory.mktemp("run"), tiny_model, rollout_num_gpus=1, deterministic=True) as engines:
         yield engines
 
 

@@ -4,7 +4,6 @@ test_engines.py: do the servers live, obey and die as engines.py says? Two real 
 Test:  pytest tests/test_engines.py      (about 70 s: four SGLang starts, most of it imports)
 Left out on purpose: GPUs and placement groups; whether what is generated is right is tests/test_cpu.py.
 """
-import gc
 import os
 import signal
 import subprocess
@@ -15,22 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import psutil
 import pytest
 
-from engines import Child, EngineError, Engines, call
-from helpers import make_cfg, output_of
+from engines import Child, EngineError, Engines, call, free_port
+from helpers import output_of, running_engines
 
 LONG = 1600                                  # tokens of an answer: some seconds, in which something can be done to it
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @pytest.fixture(scope="module")
-def engines(request, tiny_model, tmp_path_factory):
-    import ray
-    ray.init("local", num_cpus=8, include_dashboard=False)
-    request.addfinalizer(ray.shutdown)       # also where the start fails: other modules have their own
-    cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=400.0, max_engine_restarts=1)
-    with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
-        gc.collect()
-        gc.freeze()                          # as train.py: a collection stops this process for half a second
+def engines(tiny_model, tmp_path_factory):
+    with running_engines(tmp_path_factory.mktemp("run"), tiny_model, rollout_num_gpus=2, max_engine_restarts=1) as engines:
         yield engines
 
 
@@ -192,6 +185,11 @@ def test_a_dead_engine_is_found_and_replaced_but_not_for_ever(engines):
     kill(1)
     with pytest.raises(EngineError, match=r"(?s)engine 1 .*max_engine_restarts=1 .*engine_1.log ends:\n.+"):
         engines.restart(1)
+
+
+def test_ports_are_given_once_and_from_the_callers_part():
+    ports = [free_port("127.0.0.1", part=3) for _ in range(50)]
+    assert len(set(ports)) == 50 and all(18000 <= port < 19000 for port in ports)
 
 
 def test_nothing_survives_a_killed_driver(tiny_model, tmp_path):

@@ -7,7 +7,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import time
 import types
 
 import psutil
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 
 import algos
 from engines import free_port
-from helpers import RUN_FILE, make_cfg, output_of
+from helpers import RUN_FILE, make_cfg, output_of, wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = [1, 5, 300, 17, 2048, 64]
@@ -168,14 +167,9 @@ def test_an_engine_killed_while_it_generates(run_file, offload):
     process, run_dir = start(run_file, "--num_rollout=5", "--rollout_max_response_len=3000", f"--offload_train={offload}",
                              f"--offload_rollout={offload}")
     metrics, log = run_dir / "metrics.jsonl", run_dir / "logs" / "engine_0.log"
-
-    def wait_for(condition):
-        end = time.monotonic() + 300
-        while not condition() and process.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
-    wait_for(lambda: metrics.exists() and metrics.read_text())
+    wait_for(lambda: metrics.exists() and metrics.read_text(), 300, process)
     before = log.read_text().count("Decode batch")
-    wait_for(lambda: log.read_text().count("Decode batch") > before)     # a line each 40 of up to 3000 tokens
+    wait_for(lambda: log.read_text().count("Decode batch") > before, 300, process)     # a line each 40 of up to 3000 tokens
     schedulers = [p for p in psutil.process_iter() if output_of(p) == str(log) and "schedul" in p.name()]
     assert schedulers, "no engine is running"
     schedulers[0].kill()

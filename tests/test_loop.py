@@ -9,11 +9,10 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from helpers import RUN_FILE
+from helpers import RUN_FILE, wait_for
 
 pytestmark = pytest.mark.timeout(3000)      # twenty times what each takes on two idle cores
 ROOT = pathlib.Path(__file__).parent.parent
@@ -134,14 +133,6 @@ def test_stages_and_layouts(run_file, tmp_path):
     losses = [row["train/loss"] for row in metrics(tmp_path / "two" / "stage_sft")]
     assert losses[-1] < losses[0]
     assert len(metrics(tmp_path / "two")) == 2
-
-
-def wait_for(condition, timeout_s: float, process) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, "train.py ended early: " + (process.stdout.read()[-3000:] if process.stdout else "")
-        assert time.monotonic() < end, f"not reached in {timeout_s} s"
-        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("args, says", [

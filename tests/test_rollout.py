@@ -9,7 +9,6 @@ engine dies.
 import asyncio
 import collections
 import contextlib
-import gc
 import copy
 import dataclasses
 import functools
@@ -26,8 +25,8 @@ import torch
 
 from buffer import DataSource, Status
 from configs.base import eval_config
-from engines import EngineError, Engines, call
-from helpers import make_cfg
+from engines import EngineError, call
+from helpers import make_cfg, running_engines
 from rewards import RewardError
 from rollout import DynamicFilterOutput, Rollout, check_reward_nonzero_std, pass_at_k
 
@@ -37,14 +36,8 @@ LONG = 1600                                  # tokens of an answer: some seconds
 
 # ---- What is shared ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def engines(request, tiny_model, tmp_path_factory):
-    import ray
-    ray.init("local", num_cpus=8, include_dashboard=False)
-    request.addfinalizer(ray.shutdown)       # also where the start fails: other modules have their own
-    cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=400.0, max_engine_restarts=10)
-    with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
-        gc.collect()
-        gc.freeze()                          # as train.py: a collection stops this process for half a second
+def engines(tiny_model, tmp_path_factory):
+    with running_engines(tmp_path_factory.mktemp("run"), tiny_model, rollout_num_gpus=2, max_engine_restarts=10) as engines:
         engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
         yield engines
 
@@ -139,12 +132,9 @@ def test_generate(make, tokenizer, reference, tmp_path):
 
 def test_an_end_token_at_the_limit_ends_the_answer(make, tokenizer):
     async def one_token_until_it_is_the_end(args, sample, params):
-        for _ in range(60):                  # after "y8" each is the end with probability 0.4
-            tries = await asyncio.gather(*(args.generate(copy.deepcopy(sample), params | {"max_new_tokens": 1})
-                                           for _ in range(50)))
-            ended = [one for one in tries if one.tokens[-1] == tokenizer.eos_token_id]
-            if ended:
-                return ended[0]
+        tries = await asyncio.gather(*(args.generate(copy.deepcopy(sample), params | {"max_new_tokens": 1})
+                                       for _ in range(50)))      # after "y8" each is the end with probability 0.4
+        return next(one for one in tries if one.tokens[-1] == tokenizer.eos_token_id)
     rollout = make(custom_generate_function=one_token_until_it_is_the_end, rollout_batch_size=1, n_samples_per_prompt=2,
                    prompt_data=lambda: [dict(input="y8", label="")])
     assert [(s.status, s.response, s.response_length) for s in rollout.generate(0).samples] == [(Status.COMPLETED, "", 1)] * 2
@@ -573,9 +563,7 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
         engines.post("/update_weights_from_disk", {"model_path": str(current), "flush_cache": True}, only=ranks)
         engines.post("/update_weight_version", {"new_version": "5", "abort_all_requests": False}, only=ranks)
     push(None)
-    new_engine_is_up = threading.Event()
-
-    asked = []
+    new_engine_is_up, asked = threading.Event(), []
 
     async def some_come_late(args, sample, params):
         """The last two groups are asked for just when a new engine is there that has not got the weights yet."""
@@ -597,11 +585,12 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
         process.suspend()                    # what it is asked now is not done before it is killed
 
     def kill():
-        while len(asked) < 6 * 4:
+        end = time.monotonic() + 60
+        while len(asked) < 6 * 4 and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(1.0)                      # they are on their way
         kill_engine(engines, 1)
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     result = rollout.generate(0)
     killer.join()

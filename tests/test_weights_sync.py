@@ -24,7 +24,7 @@ import weights_sync
 from actor import Trainers
 from buffer import Sample, Status
 from engines import EngineError, Engines, call
-from helpers import make_cfg
+from helpers import make_cfg, running_engines
 
 LAYOUTS = {"one": dict(actor_num_gpus=1),
            "tp2": dict(actor_num_gpus=2, tensor_model_parallel_size=2),
@@ -36,14 +36,10 @@ versions = itertools.count(1)                # every push has its own number, so
 
 # ---- What is shared ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def engines(request, tiny_model, tmp_path_factory):
-    import ray
+def engines(tiny_model, tmp_path_factory):
     here = str(pathlib.Path(__file__).parent)    # trainers run functions of this file
     env = {"env_vars": {"PYTHONPATH": f"{here}:{pathlib.Path(here).parent}"}}
-    ray.init("local", num_cpus=8, include_dashboard=False, runtime_env=env)
-    request.addfinalizer(ray.shutdown)
-    cfg = make_cfg(rollout_num_gpus=2, start_timeout_s=400.0)
-    with Engines(cfg, tmp_path_factory.mktemp("run"), tiny_model) as engines:
+    with running_engines(tmp_path_factory.mktemp("run"), tiny_model, dict(runtime_env=env), rollout_num_gpus=2) as engines:
         yield engines
 
 
