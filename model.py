@@ -14,16 +14,10 @@ The ranks are a grid, tensor-parallel fastest (Megatron's order "tp-cp-ep-dp-pp"
                   dp 0           dp 1
       pp 0     tp 0   tp 1    tp 0   tp 1        rank = tp_rank + tp * (dp_rank + dp * pp_rank)
       pp 1     tp 0   tp 1    tp 0   tp 1        one row of one column holds one copy of half the layers
-
-No Transformer Engine needed: Megatron's local layer spec lacks two things, and its spec system takes ours instead, a norm
-that knows sequence parallelism and an attention that takes packed sequences. What a GPU would do as five kernels, each
-reading and writing all tokens, torch.compile makes one of (`algos.fused`).
 """
 import contextlib
 import dataclasses
 import datetime
-import functools
-import importlib.util
 import math
 import os
 import pathlib
@@ -35,23 +29,22 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 import algos
 import convert
+import layers
 from buffer import PackedBatch
 
 
@@ -104,98 +97,7 @@ def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_p
                 ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), ps.get_data_parallel_group())
 
 
-# ---- The modules that the local spec lacks ------------------------------------------------------------------------------
-@algos.fused
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, in fp32. [rows, H] -> same"""
-    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
-
-
-@algos.fused
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
-class Rotate(torch.autograd.Function):
-    """Rotary position embedding (2104.09864): pairs (i, i + D/2) of each head turn by the token's angle. [T, A, D] -> same
-
-    By hand, because the gradient is the same kernel: it turns back.
-    """
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return turn(grad, cos, -sin), None, None
-
-
-class Norm(torch.nn.RMSNorm):
-    """RMSNorm (1910.07467) under Megatron's constructor. With sequence parallelism each TP rank sees part of the tokens, so
-    the weight's gradient must be summed over them: Megatron does so for weights that carry this mark."""
-
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
-
-
-@functools.cache
-def has_flash4() -> bool:
-    """FlashAttention-4 (Zadouri et al., 2026) comes with SGLang, for Hopper and Blackwell; elsewhere torch's own serves."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")         # kernels are compiled once, not in every run
-    packages = ("flash_attn", "cutlass", "tvm_ffi")
-    return torch.cuda.get_device_capability()[0] in (9, 10) and all(importlib.util.find_spec(name) for name in packages)
-
-
-class PackedAttention(torch.nn.Module):
-    """Positions, then causal attention within each packed sequence.
-
-    query [T, A/tp, D], key and value [T, G/tp, D] -> [T, A/tp * D]. Megatron would turn queries and keys itself, but without
-    Transformer Engine it does so one sequence at a time; here all T tokens turn at once, by packed_seq_params.angles.
-    """
-
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
-        super().__init__()
-        self.scale = softmax_scale           # None: 1 / sqrt(D), the default of both functions below
-
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
-        cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-        query, key = (Rotate.apply(x, *packed_seq_params.angles) for x in (query, key))
-        if query.is_cuda and has_flash4():
-            from flash_attn.cute import flash_attn_varlen_func
-            out, _ = flash_attn_varlen_func(
-                query, key, value, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest,
-                max_seqlen_k=longest, softmax_scale=self.scale, causal=True,
-                deterministic=torch.are_deterministic_algorithms_enabled())
-            return out.flatten(1)                                                                 # [T, A/tp * D]
-        if query.is_cuda:
-            from torch.nn.attention.varlen import varlen_attn
-            out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=self.scale,
-                              window_size=(-1, 0))                                                # causal
-            return out.flatten(1)                                                                 # [T, A/tp * D]
-        # CPU: sequences of about the same length go through one padded call. What stands right of a sequence's end is not
-        # its own, but causal attention never looks right, and those rows are not read.
-        out = torch.empty_like(query)
-        lengths = cu_seqlens.diff()                                                               # [S]
-        size_class = lengths.clamp(min=1).float().log2().ceil()                                   # within a factor of 2
-        for size in size_class.unique():
-            starts, lens = cu_seqlens[:-1][size_class == size], lengths[size_class == size]
-            position = torch.arange(int(lens.max()))
-            index = (starts[:, None] + position).clamp(max=len(query) - 1)                        # [s, L] into T
-            q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))                     # [s, A or G, L, D]
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True).transpose(1, 2)
-            inside = position < lens[:, None]                                                     # [s, L]
-            out = out.index_put((index[inside],), o[inside])
-        return out.flatten(1)                                                                     # [T, A/tp * D]
-
-
+# ---- The model -------------------------------------------------------------------------------------------------------
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns the final hidden states: log-probs are computed from them in chunks of tokens, so
     that [T, V] logits never exist."""
@@ -209,7 +111,6 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
-# ---- The model -------------------------------------------------------------------------------------------------------
 class MegatronModel:
     """One set of weights on this rank: built from a Hugging Face folder, trained, saved, and read by the weight sync."""
 
@@ -245,7 +146,7 @@ class MegatronModel:
         fields |= dict(
             tensor_model_parallel_size=self.grid.tp_size, pipeline_model_parallel_size=self.grid.pp_size,
             sequence_parallel=cfg.sequence_parallel, params_dtype=self.dtype, pipeline_dtype=self.dtype,
-            bf16=self.dtype == torch.bfloat16,
+            bf16=self.dtype == torch.bfloat16, transformer_impl="local",      # whose layers: see layers.py
             variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",   # the one that allows variable lengths
             calculate_per_token_loss=True,   # Megatron must not divide by anything: all denominators are in the loss already
             use_cpu_initialization=cfg.device == "cpu", perform_initialization=False,   # every weight is loaded
@@ -255,14 +156,7 @@ class MegatronModel:
         return TransformerConfig(**fields | pick(TransformerConfig, cfg.megatron)), gpt_kwargs
 
     def build_module(self, gpt_kwargs: dict) -> PolicyModel:
-        layer = get_gpt_layer_local_spec(qk_layernorm=self.config.qk_layernorm, normalization="RMSNorm")
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if self.config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = Norm
-        block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(self.config), layer_norm=Norm)
-        module = PolicyModel(config=self.config, transformer_layer_spec=block,
+        module = PolicyModel(config=self.config, transformer_layer_spec=layers.block_spec(self.config),
                              pre_process=self.grid.pp_rank == 0, post_process=self.grid.is_last_stage,
                              **gpt_kwargs | {"vocab_size": self.rows * self.grid.tp_size})
         return module.to(self.device, self.dtype)
@@ -274,6 +168,9 @@ class MegatronModel:
                    overlap_grad_reduce=False)
         self.chunks = [DistributedDataParallel(
             self.config, DistributedDataParallelConfig(**ddp | pick(DistributedDataParallelConfig, cfg.megatron)), module)]
+        # One Adam, torch's: where Transformer Engine or apex is installed Megatron would take theirs, with another state.
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+        distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
         opt = dict(optimizer="adam", lr=cfg.lr, min_lr=cfg.min_lr, weight_decay=cfg.weight_decay, adam_beta1=cfg.adam_beta1,
                    adam_beta2=cfg.adam_beta2, adam_eps=cfg.adam_eps, clip_grad=cfg.clip_grad, params_dtype=self.dtype,
                    bf16=self.dtype == torch.bfloat16, use_distributed_optimizer=cfg.use_distributed_optimizer)
@@ -518,7 +415,8 @@ class MegatronModel:
         """The inverse of save; returns `extra`. The layout may differ from the one it was saved under."""
         with torch_adam_state(self.optimizer):
             state = dist_checkpointing.load(self.sharded_state(is_loading=True), str(folder))
-            self.module.load_state_dict(state["model"])
+            missing = self.module.load_state_dict(state["model"], strict=False).missing_keys
+            assert all(name.endswith("_extra_state") for name in missing), f"{folder} lacks {missing}"
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         for group in self.optimizer.param_groups:        # a resumed run may have been given another learning rate
@@ -534,7 +432,8 @@ class MegatronModel:
     def sharded_state(self, is_loading: bool) -> dict:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
                     "chained_optim_avoid_prefix": True}
-        model = self.module.sharded_state_dict(metadata=metadata)
+        model = self.module.sharded_state_dict(metadata=metadata)            # without Transformer Engine's scales of FP8
+        model = {name: value for name, value in model.items() if not name.endswith("_extra_state")}
         state = {"model": model, "scheduler": self.scheduler.state_dict(),
                  "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)}
         return state

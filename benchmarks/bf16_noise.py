@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import algos
 import buffer
+import layers
 import model
 from configs import base
 from engines import free_port
@@ -36,9 +37,9 @@ def ours(folder: str, device: str, sequences: list[list[int]]) -> dict[str, torc
     buffer.plan(cfg, data, 1)
     batch = buffer.pack(data, list(range(COUNT)), trainer.pad_to, trainer.device)
     results = {}
-    if device == "cuda" and model.has_flash4():
+    if device == "cuda" and layers.has_flash4():
         results["ours, FlashAttention-4"] = torch.cat(trainer.forward_log_probs([batch])).float().cpu()
-        model.has_flash4 = lambda: False
+        layers.has_flash4 = lambda: False
     results["ours, torch's attention"] = torch.cat(trainer.forward_log_probs([batch])).float().cpu()
     return results
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import algos
+import buffer
 from engines import free_port
 from helpers import RUN_FILE, make_cfg, output_of, wait_for
 
@@ -26,6 +27,19 @@ LENGTHS = [1, 5, 300, 17, 2048, 64]
 def model():
     import model
     return model
+
+
+@pytest.fixture(scope="module")
+def layers(model):
+    import layers
+    return layers
+
+
+@pytest.fixture(scope="module")
+def grid(model):
+    cfg = make_cfg(device="cuda", dtype="bfloat16")
+    yield model.init_distributed(cfg, 0, 1, "127.0.0.1", free_port("127.0.0.1"))
+    torch.distributed.destroy_process_group()
 
 
 def packed(lengths, inv_freq):
@@ -52,15 +66,15 @@ def reference_attention(q, k, v, lengths, inv_freq):
 
 @pytest.mark.parametrize("flash4", [True, False], ids=["FlashAttention-4", "torch's own"])
 @pytest.mark.parametrize("heads, groups, dim", [(8, 2, 128), (9, 3, 64)], ids=["Qwen3", "SmolLM2"])
-def test_packed_attention(model, monkeypatch, heads, groups, dim, flash4):
-    if flash4 and not model.has_flash4():
+def test_packed_attention(layers, monkeypatch, heads, groups, dim, flash4):
+    if flash4 and not layers.has_flash4():
         pytest.skip("not installed, or not a Hopper or Blackwell GPU")
-    monkeypatch.setattr(model, "has_flash4", lambda: flash4)
+    monkeypatch.setattr(layers, "has_flash4", lambda: flash4)
     torch.manual_seed(0)
     total, inv_freq = sum(LENGTHS), 1e4 ** -(torch.arange(0, dim, 2) / dim)
     leaves = [torch.randn(total, n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
               for n in (heads, groups, groups)]
-    attention = model.PackedAttention(None, 1, None, None)
+    attention = layers.PackedAttention(None, 1, None, None)
     out = attention(*leaves, None, packed_seq_params=packed(LENGTHS, inv_freq))
     want = reference_attention(*leaves, LENGTHS, inv_freq)
     assert (out - want).abs().max() < 0.03
@@ -72,11 +86,11 @@ def test_packed_attention(model, monkeypatch, heads, groups, dim, flash4):
         assert F.cosine_similarity(a.float().flatten(), b.float().flatten(), dim=0) > 0.9995
 
 
-def test_fused_kernels_are_what_they_were(model):
+def test_fused_kernels_are_what_they_were(layers):
     x = torch.randn(77, 64, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(64, device="cuda", dtype=torch.bfloat16)
     want = F.rms_norm(x.float(), (64,), weight.float(), 1e-6)
-    assert (model.rms_norm(x, weight, 1e-6) - want).abs().max() < 0.05
+    assert (layers.rms_norm(x, weight, 1e-6) - want).abs().max() < 0.05
     total = torch.randn(8, 64, device="cuda")
     want = total + x[:8].T.float()[:8] @ x[:8].float()
     algos.add_product(total, x[:8].T[:8], x[:8])
@@ -99,9 +113,8 @@ def test_log_probs():
     assert (results[0][0] - results[1][0]).abs().max() < 0.05 and results[1][3][1000:].abs().max() == 0
 
 
-def test_memory_leaves_and_returns(model, tiny_model):
+def test_memory_leaves_and_returns(model, grid, tiny_model):
     cfg = make_cfg(device="cuda", dtype="bfloat16", lr=1e-3)
-    grid = model.init_distributed(cfg, 0, 1, "127.0.0.1", free_port("127.0.0.1"))
     m = model.MegatronModel(cfg, grid, tiny_model, 10)
     for p in m.module.parameters():
         p.main_grad.normal_()
@@ -117,7 +130,39 @@ def test_memory_leaves_and_returns(model, tiny_model):
     for storage, kind, content in before:
         assert kind == "gradients" or torch.equal(model.as_bytes(storage).cpu(), content), kind
     assert {kind for _, kind, _ in before} == {"weights", "state", "gradients"}
-    torch.distributed.destroy_process_group()
+
+
+def test_transformer_engine(model, grid, run_file, tmp_path):
+    """Its layers: the same log-probs, losses and gradient norms as ours over three optimizer steps, and a checkpoint that
+    either of the two reads."""
+    pytest.importorskip("transformer_engine")
+    folder, results, models = str(run_file.parent / "model"), {}, {}
+    ids = torch.randint(0, 1000, (12, 200), generator=torch.Generator().manual_seed(0)).tolist()
+    samples = []
+    for i, row in enumerate(ids):
+        samples.append(buffer.Sample(group_index=i, index=i, tokens=row[:1], reward=0.0))
+        answer = row[1:80 + 10 * i]
+        samples[-1].append(answer, [0.0] * len(answer))
+    for name in ("local", "transformer_engine"):
+        cfg = make_cfg(device="cuda", dtype="bfloat16", lr=1e-3, loss_type="sft", max_tokens_per_gpu=800, global_batch_size=12,
+                       num_steps_per_rollout=1, megatron=dict(transformer_impl=name))
+        m = models[name] = model.MegatronModel(cfg, grid, folder, 10)
+        data = buffer.to_train_data(cfg, samples, [1.0] * len(samples))
+        batches = [buffer.pack(data, one, m.pad_to, m.device) for one in buffer.plan(cfg, data, 1)[0][0]]
+        before = torch.cat(m.forward_log_probs(batches))
+        steps = [m.train_step(batches, lambda x: algos.sft_loss(cfg, x)) for _ in range(3)]
+        results[name] = before, steps, torch.cat(m.forward_log_probs(batches))
+        m.save(tmp_path / name, {"step": 3})
+    (before, steps, after), (te_before, te_steps, te_after) = results.values()
+    assert (before - te_before).abs().mean() < 0.02
+    for ours, theirs in zip(steps, te_steps):
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=0.01)
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.03)
+    assert steps[2]["loss"] < 0.9 * steps[0]["loss"], "three steps must have changed something"
+    models["transformer_engine"].load(tmp_path / "local")
+    models["local"].load(tmp_path / "transformer_engine")
+    for name, want in (("transformer_engine", after), ("local", te_after)):
+        assert (torch.cat(models[name].forward_log_probs(batches)) - want).abs().mean() < 0.02, name
 
 
 # ---- The loop ------------------------------------------------------------------------------------------------------------
