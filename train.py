@@ -282,8 +282,8 @@ def check(cfg: base.Config) -> None:
     if impl not in ("local", "transformer_engine"):
         raise ValueError(f"megatron: transformer_impl={impl!r} is unknown; use 'local' (the default) or 'transformer_engine'")
     if impl != "local" and not (cfg.device == "cuda" and importlib.util.find_spec("transformer_engine")):
-        raise ValueError("megatron: transformer_impl='transformer_engine' needs device='cuda' and Transformer Engine: pip install "
-                         "--no-build-isolation 'transformer_engine[pytorch]==2.12.0'; or leave it out: our layers need neither")
+        raise ValueError("megatron: transformer_impl='transformer_engine' needs device='cuda' and Transformer Engine: "
+                         "pip install --no-build-isolation 'transformer_engine[pytorch]==2.12.0'; without it, our own layers run")
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)

@@ -136,7 +136,7 @@ def test_stages_and_layouts(run_file, tmp_path):
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--megatron.transformer_impl=transformer_engine"], "needs device='cuda' and Transformer Engine: pip install"),
+    (["--megatron.transformer_impl=transformer_engine"], "needs device='cuda' and Transformer Engine: pip "),
     (["--megatron.transformer_impl=apex"], "transformer_impl='apex' is unknown; use 'local'"),
     (["--hf_checkpoint=/nowhere"], "error: model folder /nowhere not found; give a folder with config.json, or a hub name"),
     (["--resume=/nowhere"], "error: --resume: /nowhere holds no checkpoint; name the folder of a run"),
