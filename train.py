@@ -283,7 +283,7 @@ def check(cfg: base.Config) -> None:
         raise ValueError(f"megatron: transformer_impl={impl!r} is unknown; use 'local' (the default) or 'transformer_engine'")
     if impl != "local" and not (cfg.device == "cuda" and importlib.util.find_spec("transformer_engine")):
         raise ValueError("megatron: transformer_impl='transformer_engine' needs device='cuda' and Transformer Engine: "
-                         "pip install --no-build-isolation 'transformer_engine[pytorch]==2.12.0'; leave it out to use our layers")
+                         "pip install --no-build-isolation 'transformer_engine[pytorch]==2.12.0'; or leave it out")
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)
