@@ -121,7 +121,7 @@ def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
     n = len(rows)
     mean = {key: sum(row[key] for row in rows) / n for key in rows[0] if key != "memory"}
     memory = rows[-1]["memory"]              # when -> process -> GB
-    most = {pid: max(held.get(pid, 0.0) for held in memory.values()) for held in memory.values() for pid in held}
+    processes = {pid for held in memory.values() for pid in held}
     loop_rate, bare_rate = mean["rollout_tokens"] / mean["rollout_s"], mean["bare_tokens"] / mean["bare_s"]
     parts = {name: mean[f"{name}_s"] for name in PHASES}
     return {
@@ -131,8 +131,7 @@ def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
         "rollout_over_bare_engine": loop_rate / bare_rate,
         "train_tokens_per_s": mean["train_tokens"] / mean["optimizer_s"], "train_tflops": mean["train_tflops"],
         "update_weights_bytes": mean["bytes"],
-        "gpu_0_gb": {when: sum(held.values()) for when, held in memory.items()},
-        "kept_asleep": max((held / most[pid] for pid, held in memory["between"].items() if held), default=0.0),
+        "gpu_0_gb": {pid: {when: held.get(pid, 0.0) for when, held in memory.items()} for pid in sorted(processes)},
         "seconds_per_step": {"step": mean["step_s"]} | parts | {"other": mean["step_s"] - sum(parts.values())},
         "sync_seconds": {part: mean[f"sync_{part}_s"] for part in SYNC},
         # Everything but generating and the trainers' own work: sync, hand-over of data, logging.
@@ -156,11 +155,9 @@ def table(report: dict) -> str:
     for name in (*PHASES, "other", "step"):
         if seconds[name] >= 0.0005 or name == "other":           # nobody leaves the GPU where both sides fit
             lines.append(f"{name:<21}{seconds[name]:>9.3f}{seconds[name] / seconds['step']:>8.0%}   {rates.get(name, '')}")
-    gb = report["gpu_0_gb"]
-    if gb.get("training"):
-        lines.append(f"memory of GPU 0: {gb['generating']:.1f} GB when generation ends, {gb['training']:.1f} when training "
-                     f"ends, {gb['between']:.1f} after the engines fell asleep and before the trainers woke up: no process "
-                     f"then has more than {report['kept_asleep']:.1%} of the most it ever has")
+    for pid, gb in report["gpu_0_gb"].items():
+        lines.append(f"memory of GPU 0, process {pid}: {gb['generating']:.1f} GB when generation ends, {gb['between']:.1f} "
+                     f"between (engines asleep, trainers not yet awake), {gb['training']:.1f} when training ends")
     return "\n".join(lines)
 
 
@@ -249,10 +246,12 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
 
 def training_table(report: dict) -> str:
     share = report["tflops"] / report["matrix_tflops"]
+    least, most = (of(row["step_s"] for row in report["rows"]) for of in (min, max))
     return (f"{report['date']}  {report['machine']}  {report['steps']} steps after 1 to warm up; "
             f"start-up {report['start_s']:.1f} s\n"
             f"{report['micro_batches']} micro-batches, {report['tokens']} tokens in sequences of {report['seqlen']}: "
-            f"{report['seconds_per_step']['step']:.3f} s/step, {report['train_tokens_per_s']:.0f} tokens/s\n"
+            f"{report['seconds_per_step']['step']:.3f} s/step ({least:.3f} to {most:.3f}), "
+            f"{report['train_tokens_per_s']:.0f} tokens/s\n"
             f"{report['tflops']:.1f} TFLOP/s; a bare matrix product {report['matrix_tflops']:.1f}: share {share:.2f}; "
             f"peak memory {report['peak_gb']:.1f} GB")
 

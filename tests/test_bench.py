@@ -33,8 +33,9 @@ def test_summary():
         step=5.0, rollout=3.0, train=1.0, update_weights=0.5, other=0.5)
     assert report["fixed_cost_s"] == 5.0 - 3.0 - 0.75
     text = bench.table(report | dict(matrix_tflops=790.0, bare_copy_s=0.004))
-    for said in ("ratio 0.67", "start-up 12.0 s", "1.250 s", "300 TFLOP/s", "product 790", "a bare copy 0.004", "103.0 GB",
-                 " 8.0 after", "than 5.0%"):   # 5 of 100, and 3 of 90
+    for said in ("ratio 0.67", "start-up 12.0 s", "1.250 s", "300 TFLOP/s", "product 790", "a bare copy 0.004",
+                 "process 1: 100.0 GB when generation ends, 5.0 between (engines asleep, trainers not yet awake), 5.0 when training",
+                 "process 2: 3.0 GB when generation ends, 3.0 between (engines asleep, trainers not yet awake), 90.0 when training"):
         assert said in text
 
 

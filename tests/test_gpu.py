@@ -158,7 +158,7 @@ def test_transformer_engine(model, grid, run_file, tmp_path):
     for ours, theirs in zip(steps, te_steps):
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=0.01)
         assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.03)
-    assert steps[2]["loss"] < 0.9 * steps[0]["loss"], "three steps must have changed something"
+    assert steps[2]["loss"] < 0.95 * steps[0]["loss"], "three steps must have changed something"
     models["transformer_engine"].load(tmp_path / "local")
     models["local"].load(tmp_path / "transformer_engine")
     for name, want in (("transformer_engine", after), ("local", te_after)):
