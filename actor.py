@@ -32,13 +32,14 @@ class TrainActor:
         return host, free_port(host, part=1)
 
     def start(self, address: tuple[str, int], hf_folder: str, ref_folder: str | None, total_steps: int, disk_dir: str) -> dict:
-        """Join the group, build the model, load the weights. -> facts about the grid."""
+        """Join the group, build the model, load the weights. -> what the driver should know."""
         import torch                         # heavy imports here: the driver, which imports this file, needs none of them
         if self.cfg.device == "cpu":
             import os
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.cfg.actor_num_gpus))
         if self.cfg.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
+        import layers
         import model
         import weights_sync
         torch.manual_seed(self.cfg.seed)
@@ -57,7 +58,7 @@ class TrainActor:
         self.sync = weights_sync.WeightSync(self.cfg, self.model, pathlib.Path(disk_dir))
         gc.collect()
         gc.freeze()                          # see train.start
-        return {"dp_size": self.grid.dp_size}
+        return {"dp_size": self.grid.dp_size, "attention": layers.attention_name(self.model.config)}
 
     # -- training
     def train(self, step: int, data: dict, plan: list) -> dict:

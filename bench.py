@@ -121,7 +121,7 @@ def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
     n = len(rows)
     mean = {key: sum(row[key] for row in rows) / n for key in rows[0] if key != "memory"}
     memory = rows[-1]["memory"]              # when -> process -> GB
-    processes = {pid for held in memory.values() for pid in held}
+    processes = {name for held in memory.values() for name in held}
     loop_rate, bare_rate = mean["rollout_tokens"] / mean["rollout_s"], mean["bare_tokens"] / mean["bare_s"]
     parts = {name: mean[f"{name}_s"] for name in PHASES}
     return {
@@ -131,7 +131,7 @@ def summary(cfg: base.Config, rows: list[dict], start_s: float) -> dict:
         "rollout_over_bare_engine": loop_rate / bare_rate,
         "train_tokens_per_s": mean["train_tokens"] / mean["optimizer_s"], "train_tflops": mean["train_tflops"],
         "update_weights_bytes": mean["bytes"],
-        "gpu_0_gb": {pid: {when: held.get(pid, 0.0) for when, held in memory.items()} for pid in sorted(processes)},
+        "gpu_0_gb": {name: {when: held.get(name, 0.0) for when, held in memory.items()} for name in sorted(processes)},
         "seconds_per_step": {"step": mean["step_s"]} | parts | {"other": mean["step_s"] - sum(parts.values())},
         "sync_seconds": {part: mean[f"sync_{part}_s"] for part in SYNC},
         # Everything but generating and the trainers' own work: sync, hand-over of data, logging.
@@ -155,23 +155,25 @@ def table(report: dict) -> str:
     for name in (*PHASES, "other", "step"):
         if seconds[name] >= 0.0005 or name == "other":           # nobody leaves the GPU where both sides fit
             lines.append(f"{name:<21}{seconds[name]:>9.3f}{seconds[name] / seconds['step']:>8.0%}   {rates.get(name, '')}")
-    for pid, gb in report["gpu_0_gb"].items():
-        lines.append(f"memory of GPU 0, process {pid}: {gb['generating']:.1f} GB when generation ends, {gb['between']:.1f} "
-                     f"between (engines asleep, trainers not yet awake), {gb['training']:.1f} when training ends")
+    for process, gb in report["gpu_0_gb"].items():
+        lines.append(f"memory of GPU 0, {process}: {gb['generating']:.1f} GB when generation ends, {gb['between']:.1f} before "
+                     f"trainers wake up, {gb['training']:.1f} when training ends")
     return "\n".join(lines)
 
 
 # ---- Limits --------------------------------------------------------------------------------------------------------------
-def held_gb(cfg: base.Config) -> dict[int, float]:
-    """What each process holds on the first GPU: its number -> GB."""
+def held_gb(cfg: base.Config) -> dict[str, float]:
+    """What each process holds on the first GPU: its name -> GB; nan where the driver does not tell."""
     if cfg.device == "cpu":
         return {}
+    import psutil
     import pynvml
     import torch
     pynvml.nvmlInit()                        # which counts GPUs as the machine does, not as CUDA_VISIBLE_DEVICES does
     gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
     processes = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-    return {one.pid: (one.usedGpuMemory or 0) / 1e9 for one in processes}
+    return {f"{psutil.Process(one.pid).name() if psutil.pid_exists(one.pid) else 'process'} {one.pid}":
+            (one.usedGpuMemory or float("nan")) / 1e9 for one in processes}
 
 
 def matrix_rate(cfg: base.Config) -> float:
@@ -212,6 +214,7 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
     import algos
     import model
     begin = time.perf_counter()
+    cfg = dataclasses.replace(cfg, use_kl_loss=False, kl_loss_coef=0.0)          # made-up samples have no reference
     folder = train.resolve_model(cfg, run_dir)
     grid = model.init_distributed(cfg, 0, 1, "127.0.0.1", free_port("127.0.0.1"))
     trainer = model.MegatronModel(cfg, grid, folder, steps + 1)
@@ -277,10 +280,12 @@ def main() -> None:
         base.need(seqlen or cfg.loss_type != "sft", "loss_type='sft' has no rollout to compare; bench a run file with "
                   "loss_type='policy', or the trainer alone with --train=2048")
         base.need(not seqlen or cfg.actor_num_gpus == 1, "--train measures one rank; add --actor_num_gpus=1 "
-                  "--tensor_model_parallel_size=1 --pipeline_model_parallel_size=1 --sequence_parallel=False")
+                  "--tensor_model_parallel_size=1 --pipeline_model_parallel_size=1 --sequence_parallel=False "
+                  "--rollout_num_gpus=1 --rollout_num_gpus_per_engine=1")
+        base.need(not cfg.resume, "a bench starts anew; leave --resume out")
+        run_dir = train.find_run_dir(cfg, f"bench_{pathlib.Path(args[0]).stem}")
     except ValueError as error:
         sys.exit(f"error: {error}")
-    run_dir = train.find_run_dir(cfg, f"bench_{pathlib.Path(args[0]).stem}")
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
         report = measure_training(cfg, run_dir, seqlen, steps) if seqlen else measure(cfg, run_dir, steps)

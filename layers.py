@@ -5,8 +5,8 @@ layers.py: what is a transformer layer made of? Megatron's own parts, and those 
     query, key, value [T, heads, D] --turn by the token's angle--> causal attention within each sequence --> [T, A * D]
 
 No Transformer Engine needed: Megatron's local spec lacks two things, and its spec system takes ours instead, a norm that knows
-sequence parallelism and an attention that takes packed sequences. What a GPU would do as five kernels, each reading and
-writing all tokens, torch.compile makes one of (`algos.fused`). With megatron = dict(transformer_impl="transformer_engine") the
+sequence parallelism and an attention that takes packed sequences. What would be five kernels on a GPU, each reading and
+writing all tokens, torch.compile fuses into one (`algos.fused`). With transformer_impl="transformer_engine" in `megatron` the
 layers are Transformer Engine's; in benchmarks/h200.md the two stand side by side.
 
 Test:  pytest tests/test_model.py tests/test_gpu.py
@@ -19,11 +19,27 @@ import os
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
 import algos
+
+
+def check(cfg) -> None:
+    """The settings in `megatron` that concern this file, before anything is started."""
+    impl = cfg.megatron.get("transformer_impl", "local")
+    if impl not in ("local", "transformer_engine"):
+        raise ValueError(f"megatron: transformer_impl={impl!r} is unknown; use 'local' (the default) or 'transformer_engine'")
+    if impl != "local" and not (cfg.device == "cuda" and HAVE_TE):
+        raise ValueError("megatron: transformer_impl='transformer_engine' needs device='cuda' and Transformer Engine: "
+                         "pip install --no-build-isolation 'transformer_engine[pytorch]==2.12.0'; or leave it out")
+    if impl != "local" and cfg.deterministic:
+        raise ValueError("deterministic needs our own layers; leave megatron's transformer_impl out")
+    for name in {"attention_dropout", "hidden_dropout", "window_size", "softmax_type"} & set(cfg.megatron):
+        raise ValueError(f"megatron: {name} would make the trainer's model another than the engine's, which reads config.json "
+                         "and has no dropout; remove it")
 
 
 def block_spec(config) -> TransformerBlockSubmodules:
@@ -90,8 +106,17 @@ class Norm(torch.nn.RMSNorm):
 def has_flash4() -> bool:
     """FlashAttention-4 (Zadouri et al., 2026) comes with SGLang, for Hopper and Blackwell; elsewhere torch's own serves."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")         # kernels are compiled once, not in every run
-    packages = ("flash_attn", "cutlass", "tvm_ffi")
+    packages = ("flash_attn", "flash_attn.cute", "cutlass", "tvm_ffi")           # flash_attn alone may be FlashAttention-2
     return torch.cuda.get_device_capability()[0] in (9, 10) and all(importlib.util.find_spec(name) for name in packages)
+
+
+def attention_name(config) -> str:
+    """Which kernels compute attention in this process, for the log."""
+    if config.transformer_impl == "transformer_engine":
+        return "Transformer Engine"
+    if not torch.cuda.is_available():
+        return "torch's scaled_dot_product_attention"
+    return "FlashAttention-4" if has_flash4() else "torch's varlen_attn"
 
 
 class PackedAttention(torch.nn.Module):
@@ -103,7 +128,7 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
         super().__init__()
-        self.scale = softmax_scale           # None: 1 / sqrt(D), the default of both functions below
+        self.scale = softmax_scale           # None: 1 / sqrt(D), the default of all functions below
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q

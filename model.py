@@ -168,9 +168,11 @@ class MegatronModel:
                    overlap_grad_reduce=False)
         self.chunks = [DistributedDataParallel(
             self.config, DistributedDataParallelConfig(**ddp | pick(DistributedDataParallelConfig, cfg.megatron)), module)]
-        # One Adam, torch's: where Transformer Engine or apex is installed Megatron would take theirs, with another state.
+        # One Adam, torch's: where Transformer Engine or apex is installed Megatron would take theirs, with another state, and
+        # leave its step out of checkpoints.
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
         distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = False
         opt = dict(optimizer="adam", lr=cfg.lr, min_lr=cfg.min_lr, weight_decay=cfg.weight_decay, adam_beta1=cfg.adam_beta1,
                    adam_beta2=cfg.adam_beta2, adam_eps=cfg.adam_eps, clip_grad=cfg.clip_grad, params_dtype=self.dtype,
                    bf16=self.dtype == torch.bfloat16, use_distributed_optimizer=cfg.use_distributed_optimizer)
@@ -446,7 +448,7 @@ def adams(optimizer) -> list[torch.optim.Optimizer]:
 
 @contextlib.contextmanager
 def torch_adam_state(optimizer):
-    """Three repairs of Megatron's optimizer loading for torch's Adam, the one used without Transformer Engine and apex.
+    """Three repairs of Megatron's optimizer loading for torch's Adam.
 
     It asks a fresh optimizer for a state that only exists after a step. It copies every entry of a parameter's state and finds
     no "step" in the file, where that is stored once. And it hands one step tensor to all parameters, which Adam would then

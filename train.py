@@ -20,7 +20,6 @@ import concurrent.futures
 import contextlib
 import datetime
 import gc
-import importlib.util
 import json
 import os
 import pathlib
@@ -158,6 +157,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     checkpoint = latest_checkpoint(run_dir) if cfg.resume else None
     extra = trainers.call("load", str(checkpoint)) if checkpoint else {"step": 0}
     logs = stack.enter_context(Logs(cfg, run_dir, num_rollout, extra["step"]))
+    logs.print(f"attention in training: {facts['attention']}")
     if data.skipped:
         logs.print(f"left out of prompt_data: {dict(data.skipped)}; {len(data)} prompts remain")
     if engines is None:
@@ -278,12 +278,9 @@ def latest_checkpoint(run_dir: pathlib.Path) -> pathlib.Path | None:
 def check(cfg: base.Config) -> None:
     """What only other files know. All of it before anything is started."""
     algos.check(cfg)
-    impl = cfg.megatron.get("transformer_impl", "local")
-    if impl not in ("local", "transformer_engine"):
-        raise ValueError(f"megatron: transformer_impl={impl!r} is unknown; use 'local' (the default) or 'transformer_engine'")
-    if impl != "local" and not (cfg.device == "cuda" and importlib.util.find_spec("transformer_engine")):
-        raise ValueError("megatron: transformer_impl='transformer_engine' needs device='cuda' and Transformer Engine: "
-                         "pip install --no-build-isolation 'transformer_engine[pytorch]==2.12.0'; or leave it out")
+    if cfg.megatron:
+        import layers                        # and with it Megatron, as validate() has
+        layers.check(cfg)
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)

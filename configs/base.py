@@ -486,7 +486,7 @@ def validate_passthrough(cfg: Config) -> None:
         check_passthrough("megatron", cfg.megatron, (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig),
                           {"tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "lr", "min_lr",
                            "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "use_distributed_optimizer",
-                           "params_dtype", "bf16", "calculate_per_token_loss"}, extra={"transformer_impl"})
+                           "params_dtype", "bf16", "calculate_per_token_loss"})
     if cfg.sglang:
         from sglang.srt.server_args import ServerArgs
         check_passthrough("sglang", cfg.sglang, (ServerArgs,), {
@@ -494,13 +494,11 @@ def validate_passthrough(cfg: Config) -> None:
             "nnodes", "node_rank"})
 
 
-def check_passthrough(name: str, given: dict, classes: tuple, ours: set[str], extra: set[str] = frozenset()) -> None:
+def check_passthrough(name: str, given: dict, classes: tuple, ours: set[str]) -> None:
     fields = {f.name: f for cls in classes for f in dataclasses.fields(cls)}
     for key, value in given.items():
         need(key not in ours, f"{name}[{key!r}] is set by nanoslime from its own settings; "
              f"remove it there and use the field of configs/base.py")
-        if key in extra:
-            continue
         near = difflib.get_close_matches(key, fields, 1, 0.5)
         need(key in fields, f"{name}[{key!r}] is not a field of {' or '.join(c.__name__ for c in classes)}"
              + (f"; did you mean {near[0]!r}?" if near else f"; see {classes[0].__module__}"))

@@ -22,7 +22,8 @@ def test_summary():
     row = {f"{name}_s": 0.0 for name in bench.PHASES} | dict(
         step_s=4.0, rollout_s=2.0, train_s=1.0, update_weights_s=0.5, in_trainers_s=0.75, optimizer_s=0.5,
         rollout_tokens=100, train_tokens=200, train_tflops=300.0, bytes=8, bare_s=1.0, bare_tokens=80,
-        memory=dict(generating={1: 100.0, 2: 3.0}, between={1: 5.0, 2: 3.0}, training={1: 5.0, 2: 90.0}),
+        memory=dict(generating={"engine 1": 100.0, "trainer 2": 3.0}, between={"engine 1": 5.0, "trainer 2": 3.0},
+                    training={"engine 1": 5.0, "trainer 2": 90.0}),
         sync_pause_s=0.1, sync_send_s=0.2, sync_check_s=0.0, sync_resume_s=0.2)
     other = row | dict(step_s=6.0, rollout_s=4.0, rollout_tokens=140, bare_tokens=40)
     report = bench.summary(make_cfg(), [row, other], 12.0)
@@ -34,8 +35,8 @@ def test_summary():
     assert report["fixed_cost_s"] == 5.0 - 3.0 - 0.75
     text = bench.table(report | dict(matrix_tflops=790.0, bare_copy_s=0.004))
     for said in ("ratio 0.67", "start-up 12.0 s", "1.250 s", "300 TFLOP/s", "product 790", "a bare copy 0.004",
-                 "process 1: 100.0 GB when generation ends, 5.0 between (engines asleep, trainers not yet awake), 5.0 when training",
-                 "process 2: 3.0 GB when generation ends, 3.0 between (engines asleep, trainers not yet awake), 90.0 when training"):
+                 "memory of GPU 0, engine 1: 100.0 GB when generation ends, 5.0 before trainers wake up, 5.0 when training ends",
+                 "memory of GPU 0, trainer 2: 3.0 GB when generation ends, 3.0 before trainers wake up, 90.0 when training ends"):
         assert said in text
 
 
@@ -64,6 +65,7 @@ def test_the_trainer_alone(tiny_model, tmp_path):
     run_file = tmp_path / "tiny.py"
     run_file.write_text(RUN_FILE.format(model=tiny_model))
     done = subprocess.run([sys.executable, "bench.py", str(run_file), "--train=16", "--steps=2", "--max_tokens_per_gpu=64",
+                           "--use_kl_loss", "--kl_loss_coef=0.1",    # for which a made-up batch has no reference
                            f"--output_dir={tmp_path}", "--run_name=t"], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "t" / "bench.json").read_text())
@@ -77,6 +79,7 @@ def test_the_trainer_alone(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("args, message", [
     (["configs/qwen3_4b_grpo.py", "--device=cpu", "--rollout_num_gpus_per_engine=1", "--train=64"], "--train measures one rank"),
+    (["configs/demo_cpu.py", "--resume"], "a bench starts anew; leave --resume out"),
     (["configs/demo_cpu.py", "--steps=0"], "--steps must be 1 or more"),
     (["configs/demo_sft.py"], "loss_type='sft' has no rollout to compare"),
     (["configs/demo_cpu.py", "--rolout_batch_size=2"], "did you mean 'rollout_batch_size'")])

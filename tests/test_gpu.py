@@ -3,6 +3,7 @@ test_gpu.py: what only GPUs do: packed attention, fused kernels, memory that lea
 
 Run:   pytest tests/test_gpu.py          skipped where there are not enough GPUs; -m "not multi_gpu" for one
 """
+import contextlib
 import json
 import pathlib
 import subprocess
@@ -19,7 +20,8 @@ import buffer
 from engines import free_port
 from helpers import RUN_FILE, make_cfg, output_of, wait_for
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200),
+              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = [1, 5, 300, 17, 2048, 64]
 
 
@@ -133,36 +135,43 @@ def test_memory_leaves_and_returns(model, grid, tiny_model):
 
 
 def test_transformer_engine(model, grid, run_file, tmp_path):
-    """Its layers: the same log-probs, losses and gradient norms as ours over three optimizer steps, and a checkpoint that
-    either of the two reads."""
+    """Its layers: the same log-probs, losses and gradient norms as ours over three optimizer steps; and a fresh model of the
+    other kind reads the checkpoint, with Adam's state, and goes on with the same fourth step."""
     pytest.importorskip("transformer_engine")
-    folder, results, models = str(run_file.parent / "model"), {}, {}
+    folder, results = str(run_file.parent / "model"), {}
     ids = torch.randint(0, 1000, (12, 200), generator=torch.Generator().manual_seed(0)).tolist()
     samples = []
     for i, row in enumerate(ids):
         samples.append(buffer.Sample(group_index=i, index=i, tokens=row[:1], reward=0.0))
         answer = row[1:80 + 10 * i]
         samples[-1].append(answer, [0.0] * len(answer))
-    for name in ("local", "transformer_engine"):
+
+    def start(name):
         cfg = make_cfg(device="cuda", dtype="bfloat16", lr=1e-3, loss_type="sft", max_tokens_per_gpu=800, global_batch_size=12,
                        num_steps_per_rollout=1, megatron=dict(transformer_impl=name))
-        m = models[name] = model.MegatronModel(cfg, grid, folder, 10)
+        m = model.MegatronModel(cfg, grid, folder, 10)
         data = buffer.to_train_data(cfg, samples, [1.0] * len(samples))
         batches = [buffer.pack(data, one, m.pad_to, m.device) for one in buffer.plan(cfg, data, 1)[0][0]]
-        before = torch.cat(m.forward_log_probs(batches))
-        steps = [m.train_step(batches, lambda x: algos.sft_loss(cfg, x)) for _ in range(3)]
-        results[name] = before, steps, torch.cat(m.forward_log_probs(batches))
+        return m, batches, lambda: m.train_step(batches, lambda x: algos.sft_loss(cfg, x))
+
+    def adam_steps(m):
+        return {float(state["step"]) for adam in model.adams(m.optimizer) for state in adam.state.values()}
+    for name in ("local", "transformer_engine"):
+        m, batches, step = start(name)
+        before, steps = torch.cat(m.forward_log_probs(batches)), [step() for _ in range(3)]
         m.save(tmp_path / name, {"step": 3})
-    (before, steps, after), (te_before, te_steps, te_after) = results.values()
+        results[name] = before, steps + [step()]
+    (before, steps), (te_before, te_steps) = results.values()
     assert (before - te_before).abs().mean() < 0.02
     for ours, theirs in zip(steps, te_steps):
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=0.01)
         assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.03)
     assert steps[2]["loss"] < 0.95 * steps[0]["loss"], "three steps must have changed something"
-    models["transformer_engine"].load(tmp_path / "local")
-    models["local"].load(tmp_path / "transformer_engine")
-    for name, want in (("transformer_engine", after), ("local", te_after)):
-        assert (torch.cat(models[name].forward_log_probs(batches)) - want).abs().mean() < 0.02, name
+    for name, saved, fourth in (("transformer_engine", "local", steps[3]), ("local", "transformer_engine", te_steps[3])):
+        m, _, step = start(name)
+        m.load(tmp_path / saved)
+        assert adam_steps(m) == {3.0}
+        assert step()["loss"] == pytest.approx(fourth["loss"], rel=0.01), f"{name} from {saved}"
 
 
 # ---- The loop ------------------------------------------------------------------------------------------------------------
@@ -184,22 +193,23 @@ def run_file(tmp_path_factory):
     return path
 
 
-def start(run_file: pathlib.Path, *args) -> tuple[subprocess.Popen, pathlib.Path]:
-    """A whole run, in which every weight sync is checked by checksums -> its process, its folder."""
+@contextlib.contextmanager
+def running(run_file: pathlib.Path, *args):
+    """A whole run, in which every weight sync is checked by checksums -> its process, its folder. It ends with the block."""
     name = f"run{len(list(run_file.parent.iterdir()))}"
     command = [sys.executable, "train.py", str(run_file), f"--output_dir={run_file.parent}", f"--run_name={name}", *args]
     with open(run_file.parent / f"{name}.log", "w") as log:
         process = subprocess.Popen(command, cwd=pathlib.Path(algos.__file__).parent, stdout=log, stderr=log)
-    return process, run_file.parent / name
-
-
-def finish(process: subprocess.Popen, run_dir: pathlib.Path) -> list[dict]:
-    """-> the metrics of its steps"""
     try:
-        code = process.wait(400)
+        yield process, run_file.parent / name
     finally:
-        process.kill()
-    assert code == 0, run_dir.with_suffix(".log").read_text()[-5000:]
+        process.kill()                       # its engines and trainers notice
+        print((run_file.parent / f"{name}.log").read_text()[-5000:])
+
+
+def steps_of(process: subprocess.Popen, run_dir: pathlib.Path) -> list[dict]:
+    """-> the metrics of its steps, when it is done"""
+    assert process.wait(400) == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -209,17 +219,18 @@ def differences(steps: list[dict]) -> list[float]:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_engine_killed_while_it_generates(run_file, offload):
-    process, run_dir = start(run_file, "--num_rollout=5", "--rollout_max_response_len=3000", f"--offload_train={offload}",
-                             f"--offload_rollout={offload}")
-    metrics, log = run_dir / "metrics.jsonl", run_dir / "logs" / "engine_0.log"
-    wait_for(lambda: metrics.exists() and metrics.read_text(), 300, process)
-    before = log.read_text().count("Decode batch")
-    wait_for(lambda: log.read_text().count("Decode batch") > before, 300, process)     # a line each 40 of up to 3000 tokens
-    schedulers = [p for p in psutil.process_iter() if output_of(p) == str(log) and "schedul" in p.name()]
-    assert schedulers, "no engine is running"
-    schedulers[0].kill()
-    steps = finish(process, run_dir)
+    with running(run_file, "--num_rollout=5", "--rollout_max_response_len=3000", f"--offload_train={offload}",
+                 f"--offload_rollout={offload}") as (process, run_dir):
+        metrics, log = run_dir / "metrics.jsonl", run_dir / "logs" / "engine_0.log"
+        wait_for(lambda: metrics.exists() and metrics.read_text(), 300, process)
+        before = log.read_text().count("Decode batch")
+        wait_for(lambda: log.read_text().count("Decode batch") > before, 300, process)   # a line each 40 of up to 3000 tokens
+        schedulers = [p for p in psutil.process_iter() if output_of(p) == str(log) and "schedul" in p.name()]
+        assert schedulers, "no engine is running"
+        schedulers[0].kill()
+        steps = steps_of(process, run_dir)
     assert len(steps) == 5 and steps[-1]["rollout/engine_restarts"] == 1
+    assert sum(step["rollout/request_retries"] for step in steps), "requests were under way when it was killed"
     assert max(differences(steps)) < 0.03, "also the new engine has the trainers' weights"
 
 
@@ -230,7 +241,8 @@ def test_an_engine_killed_while_it_generates(run_file, offload):
     pytest.param(["--colocate=False", "--actor_num_gpus=2", "--tensor_model_parallel_size=2", "--rollout_num_gpus=2",
                   "--rollout_num_gpus_per_engine=2"], marks=several(4))], ids=["1+1 async", "tp2 x dp2", "2+2"])
 def test_layouts(run_file, args):
-    steps = finish(*start(run_file, *args))
+    with running(run_file, *args) as run:
+        steps = steps_of(*run)
     assert len(steps) == 4 and max(differences(steps)) < 0.03
 
 
@@ -243,8 +255,9 @@ def test_an_engine_that_spans_two_nodes(run_file):
     for gpu in range(2):
         cluster.add_node(num_cpus=16, num_gpus=1, include_dashboard=False, env_vars={"CUDA_VISIBLE_DEVICES": str(gpu)})
     try:
-        steps = finish(*start(run_file, f"--ray_address={cluster.address}", "--actor_num_gpus=2",
-                              "--tensor_model_parallel_size=2", "--rollout_num_gpus_per_engine=2"))
+        with running(run_file, f"--ray_address={cluster.address}", "--actor_num_gpus=2", "--tensor_model_parallel_size=2",
+                     "--rollout_num_gpus_per_engine=2") as run:
+            steps = steps_of(*run)
         assert len(steps) == 4 and max(differences(steps)) < 0.03
     finally:
         cluster.shutdown()
