@@ -58,7 +58,7 @@ class TrainActor:
         self.sync = weights_sync.WeightSync(self.cfg, self.model, pathlib.Path(disk_dir))
         gc.collect()
         gc.freeze()                          # see train.start
-        return {"dp_size": self.grid.dp_size, "attention": layers.attention_name(self.model.config)}
+        return {"dp_size": self.grid.dp_size, "attention": layers.attention_name(self.model.config, self.model.device)}
 
     # -- training
     def train(self, step: int, data: dict, plan: list) -> dict:

@@ -172,8 +172,9 @@ def held_gb(cfg: base.Config) -> dict[str, float]:
     pynvml.nvmlInit()                        # which counts GPUs as the machine does, not as CUDA_VISIBLE_DEVICES does
     gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
     processes = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-    return {f"{psutil.Process(one.pid).name() if psutil.pid_exists(one.pid) else 'process'} {one.pid}":
-            (one.usedGpuMemory or float("nan")) / 1e9 for one in processes}
+    names = {one.pid: one.info["name"] for one in psutil.process_iter(["name"])}
+    return {f"{names.get(one.pid, 'process')} {one.pid}":
+            float("nan") if one.usedGpuMemory is None else one.usedGpuMemory / 1e9 for one in processes}
 
 
 def matrix_rate(cfg: base.Config) -> float:
@@ -212,6 +213,7 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
     import torch
 
     import algos
+    import layers
     import model
     begin = time.perf_counter()
     cfg = dataclasses.replace(cfg, use_kl_loss=False, kl_loss_coef=0.0)          # made-up samples have no reference
@@ -220,12 +222,7 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
     trainer = model.MegatronModel(cfg, grid, folder, steps + 1)
     count = 2 * max(1, cfg.max_tokens_per_gpu // seqlen)
     ids = torch.randint(0, trainer.vocab_size, (count, seqlen), generator=torch.Generator().manual_seed(cfg.seed))
-    samples = []
-    for i, row in enumerate(ids.tolist()):   # 1 token asks, the others answer
-        samples.append(buffer.Sample(group_index=i, index=i, tokens=row[:1], reward=0.0))
-        samples[-1].append(row[1:], [0.0] * (seqlen - 1))
-    data = buffer.to_train_data(cfg, samples, [1.0] * count)
-    data["advantages"] = algos.grpo_advantages(cfg, data)
+    data = made_up_data(cfg, ids.tolist())
     plan = buffer.plan(dataclasses.replace(cfg, global_batch_size=count, num_steps_per_rollout=1), data, 1)
     batches = [buffer.pack(data, one, trainer.pad_to, trainer.device) for one in plan[0][0]]
     start_s, rows = time.perf_counter() - begin, []
@@ -244,7 +241,19 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
         "steps": len(rows), "start_s": start_s, "micro_batches": len(batches), "tokens": tokens, "seqlen": seqlen,
         "seconds_per_step": {"step": seconds}, "train_tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12,
         "matrix_tflops": sum(row["matrix_tflops"] for row in rows) / len(rows), "peak_gb": peak / 1e9,
+        "attention": layers.attention_name(trainer.config, trainer.device),
         "rows": rows, "config": base.to_dict(cfg)}
+
+
+def made_up_data(cfg: base.Config, rows: list[list[int]]) -> dict[str, list]:
+    """Training data that nobody sampled: a row's first token asks, the others answer; all with advantage 1."""
+    import algos
+    samples = []
+    for i, row in enumerate(rows):
+        samples.append(buffer.Sample(group_index=i, index=i, tokens=row[:1], reward=0.0))
+        samples[-1].append(row[1:], [0.0] * (len(row) - 1))
+    data = buffer.to_train_data(cfg, samples, [1.0] * len(rows))
+    return data | {"advantages": algos.grpo_advantages(cfg, data)}
 
 
 def training_table(report: dict) -> str:
@@ -256,7 +265,7 @@ def training_table(report: dict) -> str:
             f"{report['seconds_per_step']['step']:.3f} s/step ({least:.3f} to {most:.3f}), "
             f"{report['train_tokens_per_s']:.0f} tokens/s\n"
             f"{report['tflops']:.1f} TFLOP/s; a bare matrix product {report['matrix_tflops']:.1f}: share {share:.2f}; "
-            f"peak memory {report['peak_gb']:.1f} GB")
+            f"peak memory {report['peak_gb']:.1f} GB; attention: {report['attention']}")
 
 
 # ---- Command line ------------------------------------------------------------------------------------------------------

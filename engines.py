@@ -11,6 +11,8 @@ Knows nothing about: samples, prompts, trainers, tensors. It gets a Config and r
 Left out on purpose: prefill/decode separation, external engines.
 """
 import ctypes
+import functools
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -460,7 +462,10 @@ def serve_router(args: dict[str, Any]) -> None:
     StockRouter.from_args(RouterArgs(**args)).start()
 
 
-ports_given: set[int] = set()
+@functools.cache
+def ports_of(part: int) -> Iterator[int]:
+    """A thousand ports in random order, each once in this process."""
+    return iter(random.SystemRandom().sample(range(15000 + part * 1000, 16000 + part * 1000), 1000))
 
 
 def free_port(host: str, part: int = 0) -> int:
@@ -468,11 +473,7 @@ def free_port(host: str, part: int = 0) -> int:
     thousand of the caller's own (part 0: the router, 1: trainers, 2 to 14: engines), never one given before, and from below
     32768, where the kernel's range for outgoing connections begins."""
     problem = "all were given before"
-    for _ in range(100):
-        port = 15000 + part * 1000 + random.SystemRandom().randrange(1000)
-        if port in ports_given:
-            continue
-        ports_given.add(port)
+    for port in itertools.islice(ports_of(part), 100):
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))

@@ -37,6 +37,8 @@ def check(cfg) -> None:
                          "pip install --no-build-isolation 'transformer_engine[pytorch]==2.12.0'; or leave it out")
     if impl != "local" and cfg.deterministic:
         raise ValueError("deterministic needs our own layers; leave megatron's transformer_impl out")
+    if {"fp8", "fp4"} & set(cfg.megatron):
+        raise ValueError("megatron: training in fp8 or fp4 is not covered, checkpoints would lack its scales; remove it")
     for name in {"attention_dropout", "hidden_dropout", "window_size", "softmax_type"} & set(cfg.megatron):
         raise ValueError(f"megatron: {name} would make the trainer's model another than the engine's, which reads config.json "
                          "and has no dropout; remove it")
@@ -110,11 +112,11 @@ def has_flash4() -> bool:
     return torch.cuda.get_device_capability()[0] in (9, 10) and all(importlib.util.find_spec(name) for name in packages)
 
 
-def attention_name(config) -> str:
-    """Which kernels compute attention in this process, for the log."""
+def attention_name(config, device: torch.device) -> str:
+    """Which kernels compute attention there, for the log. It follows PackedAttention.forward."""
     if config.transformer_impl == "transformer_engine":
         return "Transformer Engine"
-    if not torch.cuda.is_available():
+    if device.type == "cpu":
         return "torch's scaled_dot_product_attention"
     return "FlashAttention-4" if has_flash4() else "torch's varlen_attn"
 

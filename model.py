@@ -418,7 +418,8 @@ class MegatronModel:
         with torch_adam_state(self.optimizer):
             state = dist_checkpointing.load(self.sharded_state(is_loading=True), str(folder))
             missing = self.module.load_state_dict(state["model"], strict=False).missing_keys
-            assert all(name.endswith("_extra_state") for name in missing), f"{folder} lacks {missing}"
+            assert all(name.endswith("_extra_state") for name in missing), (
+                f"{folder} lacks {missing}: it is a checkpoint of another model; resume with that one")
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         for group in self.optimizer.param_groups:        # a resumed run may have been given another learning rate

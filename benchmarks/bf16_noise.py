@@ -12,7 +12,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-import algos
+import bench
 import buffer
 import layers
 import model
@@ -28,12 +28,7 @@ def ours(folder: str, device: str, sequences: list[list[int]]) -> dict[str, torc
     cfg = dataclasses.replace(cfg, device=device, global_batch_size=COUNT)
     grid = model.init_distributed(cfg, 0, 1, "127.0.0.1", free_port("127.0.0.1"))
     trainer = model.MegatronModel(cfg, grid, folder, 0, trainable=False)
-    samples = []
-    for i, tokens in enumerate(sequences):
-        samples.append(buffer.Sample(group_index=i, index=i, tokens=tokens[:1], reward=0.0))
-        samples[-1].append(tokens[1:], [0.0] * (LENGTH - 1))
-    data = buffer.to_train_data(cfg, samples, [0.0] * COUNT)
-    data["advantages"] = algos.grpo_advantages(cfg, data)
+    data = bench.made_up_data(cfg, sequences)
     buffer.plan(cfg, data, 1)
     batch = buffer.pack(data, list(range(COUNT)), trainer.pad_to, trainer.device)
     results = {}

@@ -74,7 +74,7 @@ def test_the_trainer_alone(tiny_model, tmp_path):
     layer = 64 * (4 + 2 + 2) * 16 + 64 * 64 + 3 * 64 * 128 + 2 * 64 + 2 * 16
     flops = 8 * 16 * (6 * (2 * layer + 64 + 64 * 64) + 3 * 2 * 2 * 64 * 8 * 2)
     assert report["tflops"] == pytest.approx(flops / report["seconds_per_step"]["step"] / 1e12)
-    assert "2 micro-batches, 128 tokens" in done.stdout
+    assert "2 micro-batches, 128 tokens" in done.stdout and "attention: torch's scaled_dot_product" in done.stdout
 
 
 @pytest.mark.parametrize("args, message", [

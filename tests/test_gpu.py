@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import algos
+import bench
 import buffer
 from engines import free_port
 from helpers import RUN_FILE, make_cfg, output_of, wait_for
@@ -140,22 +141,18 @@ def test_transformer_engine(model, grid, run_file, tmp_path):
     pytest.importorskip("transformer_engine")
     folder, results = str(run_file.parent / "model"), {}
     ids = torch.randint(0, 1000, (12, 200), generator=torch.Generator().manual_seed(0)).tolist()
-    samples = []
-    for i, row in enumerate(ids):
-        samples.append(buffer.Sample(group_index=i, index=i, tokens=row[:1], reward=0.0))
-        answer = row[1:80 + 10 * i]
-        samples[-1].append(answer, [0.0] * len(answer))
 
     def start(name):
         cfg = make_cfg(device="cuda", dtype="bfloat16", lr=1e-3, loss_type="sft", max_tokens_per_gpu=800, global_batch_size=12,
                        num_steps_per_rollout=1, megatron=dict(transformer_impl=name))
         m = model.MegatronModel(cfg, grid, folder, 10)
-        data = buffer.to_train_data(cfg, samples, [1.0] * len(samples))
+        data = bench.made_up_data(cfg, [row[:80 + 10 * i] for i, row in enumerate(ids)])
         batches = [buffer.pack(data, one, m.pad_to, m.device) for one in buffer.plan(cfg, data, 1)[0][0]]
         return m, batches, lambda: m.train_step(batches, lambda x: algos.sft_loss(cfg, x))
 
     def adam_steps(m):
         return {float(state["step"]) for adam in model.adams(m.optimizer) for state in adam.state.values()}
+
     for name in ("local", "transformer_engine"):
         m, batches, step = start(name)
         before, steps = torch.cat(m.forward_log_probs(batches)), [step() for _ in range(3)]

@@ -138,6 +138,7 @@ def test_stages_and_layouts(run_file, tmp_path):
 @pytest.mark.parametrize("args, says", [
     (["--megatron.transformer_impl=transformer_engine"], "needs device='cuda' and Transformer Engine: pip "),
     (["--megatron.attention_dropout=0.1"], "attention_dropout would make the trainer's model another than the engine's"),
+    (["--megatron.fp8=hybrid"], "training in fp8 or fp4 is not covered"),
     (["--megatron.transformer_impl=apex"], "transformer_impl='apex' is unknown; use 'local'"),
     (["--hf_checkpoint=/nowhere"], "error: model folder /nowhere not found; give a folder with config.json, or a hub name"),
     (["--resume=/nowhere"], "error: --resume: /nowhere holds no checkpoint; name the folder of a run"),

@@ -173,6 +173,11 @@ def work(rank, world, port, layout, job):
 
 
 def checkpoints(r, layout, root) -> dict:
+    from megatron.core import optimizer as megatron_optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    # As Megatron sets them where Transformer Engine is installed, whose Adam has another state.
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.HAVE_APEX_OR_TE = True
     out, folder = {}, root / f"checkpoint_{layout}"
     m = r.model(clip_grad=CLIP)
     for _ in range(STEPS):

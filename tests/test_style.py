@@ -24,7 +24,7 @@ MAY_IMPORT = {                               # of our own modules
     "actor": {"model", "layers", "algos", "buffer", "weights_sync", "convert", "engines"},
     "model": {"convert", "algos", "buffer", "cpu", "layers"}, "layers": {"algos"},
     "weights_sync": {"convert", "engines"},
-    "bench": {"train", "checks", "configs", "buffer", "engines", "algos", "model"},
+    "bench": {"train", "checks", "configs", "buffer", "engines", "algos", "model", "layers"},
     "engines": set(), "placement": set(), "memory": set(), "checks": set(), "rewards": set(), "buffer": set(), "algos": set(), "convert": set(), "cpu": set(), "logs": set(),
     "base": set()}
 FILES = sorted([*ROOT.glob("*.py"), *(p for p in ROOT.glob("configs/*.py") if p.name != "__init__.py")])
