@@ -1,14 +1,18 @@
 # make demo   everything from nothing: a virtual environment, the pinned packages (9.4 GB), then the demo
 # make test   the same set-up, then the whole test suite, with the real engines
+# make layouts  the same set-up, then each method under each layout: the README's table, in two minutes
 PYTHON ?= python3
 VENV ?= .venv
 
-.PHONY: demo test setup
+.PHONY: demo test layouts setup
 demo: setup
 	$(VENV)/bin/python train.py configs/demo_cpu.py
 
 test: setup
 	$(VENV)/bin/python -m pytest -q -x --durations=15 tests
+
+layouts: setup
+	$(VENV)/bin/python -m pytest -q -s tests/test_layouts.py
 
 setup: $(VENV)/installed
 

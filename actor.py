@@ -2,11 +2,13 @@
 actor.py: which pass runs when, on which weights? One Ray actor per training rank, and the driver's handle on all of them.
 
     train.py: Trainers --Ray--> TrainActor (rank 0, 1, ...): MegatronModel + WeightSync + CPU copies of other weights
-    one rollout:  [ref weights in] ref log-probs [policy back] -> old log-probs -> advantages -> optimizer steps
+    one rollout:  [reference in: its log-probs] [teacher in: its] [policy back: old log-probs] -> advantages -> optimizer steps
+
+    PPO has a second Trainers, of CriticActors:   values --> (actors: advantages, returns, optimizer steps) --> critic's steps
 
 Test:  pytest tests/test_weights_sync.py tests/test_loop.py
 Knows nothing about: prompts, engines' lives, rewards beyond one number a sample.
-Left out on purpose: a second model in GPU memory for the reference; its weights wait in CPU memory and are swapped in.
+Left out on purpose: a second model in GPU memory for reference and teacher; their weights wait in CPU memory.
 """
 import gc
 import pathlib
@@ -15,12 +17,14 @@ import time
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from configs.base import critic_config
 from engines import free_port
 
 
 # ---- One rank --------------------------------------------------------------------------------------------------------
 class TrainActor:
     """One training rank. Its methods are called on all ranks at once, with the same arguments."""
+    is_critic = False
 
     def __init__(self, cfg, rank: int):
         self.cfg, self.rank = cfg, rank
@@ -31,7 +35,7 @@ class TrainActor:
         host = ray.util.get_node_ip_address()
         return host, free_port(host, part=1)
 
-    def start(self, address: tuple[str, int], hf_folder: str, ref_folder: str | None, total_steps: int, disk_dir: str) -> dict:
+    def start(self, address: tuple[str, int], hf_folder: str, others: dict[str, str], total_steps: int, disk_dir: str) -> dict:
         """Join the group, build the model, load the weights. -> what the driver should know."""
         import torch                         # heavy imports here: the driver, which imports this file, needs none of them
         if self.cfg.device == "cpu":
@@ -44,80 +48,103 @@ class TrainActor:
         import weights_sync
         torch.manual_seed(self.cfg.seed)
         self.grid = model.init_distributed(self.cfg, self.rank, self.cfg.actor_num_gpus, *address)
-        self.model = model.MegatronModel(self.cfg, self.grid, hf_folder, total_steps)
-        self.reference = None
-        if ref_folder is not None:
-            # With the folder that was just loaded the reference is a copy; else load it, keep it, and load ours again.
-            if ref_folder != hf_folder:
-                policy = self.model.snapshot()
-                self.model.load_hf(ref_folder)
-                self.reference = self.model.snapshot()
-                self.model.restore(policy)
-            else:
-                self.reference = self.model.snapshot()
+        self.build(hf_folder, others, total_steps)
         self.sync = weights_sync.WeightSync(self.cfg, self.model, pathlib.Path(disk_dir))
         gc.collect()
         gc.freeze()                          # see train.start
         return {"dp_size": self.grid.dp_size, "attention": layers.attention_name(self.model.config, self.model.device)}
 
-    # -- training
-    def train(self, step: int, data: dict, plan: list) -> dict:
-        """All optimizer steps on one rollout. data: to_flat(to_train_data(...)); plan: buffer.plan. -> metrics, seconds."""
-        import torch
+    def build(self, hf_folder: str, others: dict[str, str], total_steps: int) -> None:
+        """The model, and in CPU memory the weights of others of the same shape: "ref", "teacher" -> folder."""
+        import model
+        self.model = model.MegatronModel(self.cfg, self.grid, hf_folder, total_steps, value_head=self.is_critic)
+        policy, self.others = self.model.snapshot() if others else None, {}
+        for name, folder in others.items():
+            if folder == hf_folder:
+                self.others[name] = policy
+                continue
+            self.model.load_hf(folder)
+            self.others[name] = self.model.snapshot()
+            self.model.restore(policy)
 
+    # -- training
+    def train(self, step: int, data: dict, plan: list, update: bool = True) -> dict:
+        """One rollout. data: to_flat(to_train_data(...)); plan: buffer.plan. -> metrics, seconds, with a critic its returns.
+
+        update=False: the advantages only, for steps in which the critic alone learns.
+        """
         import algos
-        import buffer
         begin, times = time.perf_counter(), {}
+        data, steps, own = self.own_part(data, plan)
+        if self.cfg.loss_type == "sft":
+            del data["rollout_log_probs"]    # rows of a file were sampled by nobody
+        else:
+            policy = self.model.snapshot() if self.others else None
+            for name, weights in self.others.items():
+                with timed(times, f"{name}_log_probs_time"):
+                    self.model.restore(weights)
+                    self.add_outputs(data, steps, f"{name}_log_probs")
+                    self.model.restore(policy)
+            if self.cfg.use_rollout_logprobs:
+                data["log_probs"] = data["rollout_log_probs"]
+            elif self.needs_old_log_probs(step, len(steps)):
+                with timed(times, "log_probs_time"):
+                    self.add_outputs(data, steps, "log_probs")
+            if self.grid.is_last_stage:      # where log-probs are, and the loss
+                algos.compute_advantages(self.cfg, data, self.model.device, self.grid.dp_group)
+        answer = {"steps": [], "times": times, "flops": 0.0, "returns": dict(zip(own, data.get("returns", ())))}
+        if update:
+            with timed(times, "actor_train_time"):
+                answer["steps"] = self.optimizer_steps(data, steps, algos.LOSSES[self.cfg.loss_type])
+            answer["flops"] = self.model.train_flops([len(t) for t in data["tokens"]])
+        self.after_training(step)
+        times["train_time"] = time.perf_counter() - begin
+        return answer
+
+    def own_part(self, data: dict, plan: list) -> tuple[dict, list, list[int]]:
+        """-> this rank's samples, its plan [optimizer step][micro-batch] in their positions, their positions in the whole."""
+        import buffer
         data = buffer.from_flat(data)
         steps = [ranks[self.grid.dp_rank] for ranks in plan]     # [optimizer step][micro-batch] -> positions in the data
         own = sorted(i for batches in steps for one in batches for i in one)
-        data = {key: [values[i] for i in own] for key, values in data.items()}       # this rank's samples only
-        local = {i: k for k, i in enumerate(own)}                # position in the whole data -> in this rank's
-        steps = [[[local[i] for i in one] for one in batches] for batches in steps]
+        data = {key: [values[i] for i in own] for key, values in data.items()}
+        local = {i: k for k, i in enumerate(own)}
+        return data, [[[local[i] for i in one] for one in batches] for batches in steps], own
 
-        loss = algos.LOSSES[self.cfg.loss_type]
-        if self.cfg.loss_type == "policy":
-            if self.reference is not None:
-                with timed(times, "ref_log_probs_time"):
-                    policy = self.model.snapshot()
-                    self.model.restore(self.reference)
-                    self.add_log_probs(data, steps, "ref_log_probs")
-                    self.model.restore(policy)
-            if self.needs_old_log_probs(step, len(steps)):
-                with timed(times, "log_probs_time"):
-                    self.add_log_probs(data, steps, "log_probs")
-            data["advantages"] = algos.ADVANTAGES[self.cfg.advantage_estimator].advantages(self.cfg, data)
-        else:
-            del data["rollout_log_probs"]    # rows of a file were sampled by nobody
+    def optimizer_steps(self, data: dict, steps: list, loss) -> list[dict]:
+        import buffer
+        out = []
+        for micro_batches in steps:
+            batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in micro_batches]
+            out.append(self.model.train_step(batches, lambda x: loss(self.cfg, x)))
+        return out
 
-        per_step = []
-        with timed(times, "actor_train_time"):
-            for micro_batches in steps:
-                batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in micro_batches]
-                per_step.append(self.model.train_step(batches, lambda x: loss(self.cfg, x)))
+    def after_training(self, step: int) -> None:
+        import torch
         self.version = step + 1
         if self.cfg.offload_train:
             self.model.start_sleep()
         elif self.cfg.offload_rollout:
             torch.cuda.empty_cache()         # the activations' memory, to the engine
-        times["train_time"] = time.perf_counter() - begin
-        return {"steps": per_step, "times": times, "flops": self.model.train_flops([len(t) for t in data["tokens"]])}
 
     def needs_old_log_probs(self, step: int, optimizer_steps: int) -> bool:
-        """With one optimizer step the old policy is the current one, so old := logp.detach() saves a whole pass. Step 0 does
-        not save it: that two passes over the same tokens agree (ppo_kl = 0) is a check of everything in between."""
-        return optimizer_steps > 1 or step == 0
+        """With one optimizer step the old policy is the current one, so old := logp.detach() saves a whole pass, where nothing
+        else reads the old log-probs. Step 0 does not save it: that two passes over the same tokens agree (ppo_kl = 0) is a
+        check of everything in between."""
+        reads = self.cfg.kl_coef or self.cfg.use_opd or self.cfg.custom_advantage_function
+        return optimizer_steps > 1 or step == 0 or bool(reads)
 
-    def add_log_probs(self, data: dict, steps: list, key: str) -> None:
-        """data[key] = log-probs under the weights now in the model, per sample. Only the last pipeline stage has them."""
+    def add_outputs(self, data: dict, steps: list, key: str) -> None:
+        """data[key] = log-probs (a critic's: values) under the weights now in the model, per sample. Only the last pipeline
+        stage has them."""
         import buffer
         flat = [one for batches in steps for one in batches]
         batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in flat]
-        out = self.model.forward_log_probs(batches)
+        out = self.model.forward_only(batches)
         if self.grid.is_last_stage:
             data[key] = [None] * len(data["tokens"])
-            for batch, logp in zip(batches, out):
-                for sample, own in zip(batch.samples, logp.split(batch.lengths)):
+            for batch, output in zip(batches, out):
+                for sample, own in zip(batch.samples, output.split(batch.lengths)):
                     data[key][sample] = own.cpu()
 
     # -- weights and checkpoints
@@ -152,6 +179,26 @@ class TrainActor:
         return extra
 
 
+class CriticActor(TrainActor):
+    """One rank of PPO's critic: a model of its own, with a scalar head."""
+    is_critic = True
+
+    def values(self, data: dict, plan: list) -> dict:
+        """V of every response token before this rollout's updates. -> {position in the data: [R_i]}"""
+        data, steps, own = self.own_part(data, plan)
+        self.add_outputs(data, steps, "values")
+        return dict(zip(own, data.get("values", ())))
+
+    def train(self, step: int, data: dict, plan: list) -> dict:
+        """The critic's optimizer steps. data: with the values from above, and the returns that the actors made of them."""
+        import algos
+        begin = time.perf_counter()
+        data, steps, _ = self.own_part(data, plan)
+        out = self.optimizer_steps(data, steps, algos.value_loss)
+        self.after_training(step)
+        return {"steps": out, "times": {"critic_train_time": time.perf_counter() - begin}}
+
+
 class timed:
     """with timed(times, "name"): adds the seconds of the block to times["name"]."""
 
@@ -169,9 +216,13 @@ class timed:
 class Trainers:
     """The trainers as one object. Every call waits for all ranks, with a limit that says who was waited for."""
 
-    def __init__(self, cfg, places=None):
+    def __init__(self, cfg, places=None, actor_class=TrainActor):
         """places: a placement.Places; None for a CPU run."""
         self.cfg, self.actors = cfg, []
+        self.dp_size = 0                     # known after start()
+        # PPO: the critic's ranks. They sleep, wake and are saved with the actors', and train when they are told.
+        critic = actor_class is TrainActor and bool(cfg.critic)
+        self.critic = Trainers(critic_config(cfg), places, CriticActor) if critic else None
         # Whose weights go to which GPU of which engine, where they travel through memory: those of the trainer on that GPU. On
         # a CPU any trainer could serve any engine, so there they take turns.
         ranks, width = cfg.actor_num_gpus, cfg.rollout_num_gpus_per_engine
@@ -185,21 +236,32 @@ class Trainers:
                                                                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",   # same sums every time
                                                                "PYTHONWARNINGS": "ignore"}})   # Megatron's, about apex
             if places is not None:
-                group, bundle = places.trainers[rank]
-                options |= dict(num_gpus=0.4 if cfg.colocate else 1, scheduling_strategy=PlacementGroupSchedulingStrategy(
+                own_gpus = cfg.critic_num_gpus and actor_class is CriticActor
+                group, bundle = (places.critics if own_gpus else places.trainers)[rank]
+                shared = cfg.colocate or (cfg.critic and not cfg.critic_num_gpus)
+                options |= dict(num_gpus=0.4 if shared else 1, scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=bundle))
-            self.actors.append(ray.remote(TrainActor).options(**options).remote(cfg, rank))
+            self.actors.append(ray.remote(actor_class).options(**options).remote(cfg, rank))
 
-    def start(self, hf_folder: str, ref_folder: str | None, total_steps: int, disk_dir: str) -> dict:
+    def start(self, hf_folder: str, others: dict[str, str], total_steps: int, disk_dir: str) -> dict:
+        """See TrainActor.start."""
+        if self.critic:
+            self.critic.start(self.cfg.critic.get("hf_checkpoint", hf_folder), {}, total_steps, disk_dir)
         limit_s = self.cfg.start_timeout_s
         address = ray.get(self.actors[0].address.remote(), timeout=limit_s)
-        return self.call("start", address, hf_folder, ref_folder, total_steps, disk_dir, timeout_s=limit_s)
+        facts = self.call("start", address, hf_folder, others, total_steps, disk_dir, timeout_s=limit_s)
+        self.dp_size = facts["dp_size"]
+        return facts
 
     def call(self, method: str, *args, timeout_s: float | None = None) -> dict:
-        """The same method on every rank -> rank 0's answer. The first rank that fails ends the wait for all."""
+        """The same method on every rank -> rank 0's answer."""
+        return self.call_all(method, *args, timeout_s=timeout_s)[0]
+
+    def call_all(self, method: str, *args, timeout_s: float | None = None) -> list:
+        """The same method on every rank -> each rank's answer. The first rank that fails ends the wait for all."""
         limit_s = timeout_s or self.cfg.train_timeout_s
         pending = [getattr(actor, method).remote(*args) for actor in self.actors]
-        first, end = pending[0], time.monotonic() + limit_s
+        every, end = list(pending), time.monotonic() + limit_s
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not done:
@@ -207,18 +269,42 @@ class Trainers:
                                    f"{limit_s:.0f} s; set train_timeout_s (start: start_timeout_s) higher if the work is that "
                                    "long, else look in the Ray logs")
             ray.get(done)                    # raises what the rank raised
-        return ray.get(first)
+        return ray.get(every)
 
-    def train(self, step: int, data: dict, plan: list) -> dict:
+    def train(self, step: int, data: dict, plan: list, *args) -> dict:
+        """All optimizer steps on one rollout. -> rank 0's metrics and times; with a critic the returns of all samples [R_i]"""
         import buffer
-        return self.call("train", step, ray.put(buffer.to_flat(data)), ray.put(plan))
+        answers = self.call_all("train", step, ray.put(buffer.to_flat(data)), ray.put(plan), *args)
+        return answers[0] | {"returns": merged(answer.get("returns", {}) for answer in answers)}
+
+    def values(self, data: dict, plan: list) -> list:
+        """A critic's V of each response token, per sample: list of [R_i]"""
+        import buffer
+        return merged(self.call_all("values", ray.put(buffer.to_flat(data)), ray.put(plan)))
+
+    def save(self, folder: pathlib.Path, extra: dict, hf_folder: pathlib.Path | None) -> None:
+        """Checkpoint and Hugging Face folder; the critic's beside them, one folder deeper."""
+        if self.critic:
+            self.critic.save(folder.parent / "critic" / folder.name, extra,
+                             hf_folder and hf_folder.parent / "critic" / hf_folder.name)
+        self.call("save", str(folder), extra)
+        if hf_folder:
+            self.call("save_hf", str(hf_folder))
+
+    def load(self, folder: pathlib.Path) -> dict:
+        """The inverse of save. -> extra"""
+        if self.critic:
+            self.critic.load(folder.parent / "critic" / folder.name)
+        return self.call("load", str(folder))
 
     def sleep(self) -> None:
-        self.call("sleep")
+        for side in filter(None, (self, self.critic)):
+            side.call("sleep")
 
     def wake(self, *kinds: str) -> None:
         """kinds: of "weights", "state", "gradients"; none named is all."""
-        self.call("wake", *kinds)
+        for side in filter(None, (self, self.critic)):
+            side.call("wake", *kinds)
 
     def push_weights(self, engines, version: int | None, only: list[int] | None = None) -> dict[str, float]:
         """pause -> flush -> buckets -> verify -> version -> continue. `only`: ranks of engines that were just restarted.
@@ -256,5 +342,11 @@ class Trainers:
         return {"perf/update_weights_bytes": answer["bytes"]} | {f"perf/update_weights/{k}_time": v for k, v in times.items()}
 
     def stop(self) -> None:
-        for actor in self.actors:
+        for actor in self.actors + (self.critic.actors if self.critic else []):
             ray.kill(actor)
+
+
+def merged(parts) -> list:
+    """{position in the data: tensor} of every rank -> the tensors in order. Ranks that hold the same say the same."""
+    whole = {position: tensor for part in parts for position, tensor in part.items()}
+    return [whole[i] for i in sorted(whole)]

@@ -57,7 +57,7 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
     """Run the loop and the bare engine side by side for `steps` steps. -> the report, with one row of seconds a step"""
     begin, rows = time.perf_counter(), []
     with contextlib.ExitStack() as stack:
-        cfg, engines, trainers, rollout, logs, _, _, dp_size = train.start(cfg, run_dir, stack)
+        cfg, engines, trainers, rollout, logs, _, _ = train.start(cfg, run_dir, stack)
         start_s = time.perf_counter() - begin
         for step in range(steps + 1):        # the first one warms up
             groups = rollout.data.get_samples(cfg.rollout_batch_size)
@@ -69,7 +69,7 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
                 bare_s, bare_tokens = bare_engine(engines, payloads)
                 engines.flush_cache()
             logs.start_step()
-            row = one_step(cfg, step, dp_size, trainers, engines, rollout, logs)
+            row = one_step(cfg, step, trainers, engines, rollout, logs)
             if not step % 2:
                 engines.flush_cache()
                 bare_s, bare_tokens = bare_engine(engines, payloads)
@@ -78,7 +78,7 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
     return report | {"matrix_tflops": matrix_rate(cfg), "bare_copy_s": report["update_weights_bytes"] / copy_rate(cfg)}
 
 
-def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollout, logs) -> dict[str, float]:
+def one_step(cfg: base.Config, step: int, trainers, engines, rollout, logs) -> dict[str, float]:
     """train.py's step, with a phase for each part of the hand-over. -> its seconds and counts"""
     with logs.phase("rollout"):
         result = rollout.generate(step)
@@ -91,8 +91,7 @@ def one_step(cfg: base.Config, step: int, dp_size: int, trainers, engines, rollo
         if cfg.offload_train:
             trainers.wake()
     with logs.phase("train"):
-        data = buffer.to_train_data(cfg, result.samples, result.rewards)
-        answer = trainers.train(step, data, buffer.plan(cfg, data, dp_size))
+        answer = train.learn(cfg, step, result, trainers)
         metrics = checks.examine(cfg, step, result, answer, logs.print)
     memory["training"] = held_gb(cfg)
     with logs.phase("engines_wake_weights"):
@@ -247,13 +246,13 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
 
 def made_up_data(cfg: base.Config, rows: list[list[int]]) -> dict[str, list]:
     """Training data that nobody sampled: a row's first token asks, the others answer; all with advantage 1."""
-    import algos
+    import torch
     samples = []
     for i, row in enumerate(rows):
         samples.append(buffer.Sample(group_index=i, index=i, tokens=row[:1], reward=0.0))
         samples[-1].append(row[1:], [0.0] * (len(row) - 1))
     data = buffer.to_train_data(cfg, samples, [1.0] * len(rows))
-    return data | {"advantages": algos.grpo_advantages(cfg, data)}
+    return data | {"advantages": [torch.ones(n) for n in data["response_lengths"]]}
 
 
 def training_table(report: dict) -> str:

@@ -14,6 +14,7 @@ A packed micro-batch of three samples (p prompt, r response, . padding that is a
     logit_index     2 3 4 5       8 9 10        14 15                 [R] row whose hidden state predicts...
     targets           r r r r       r r r         r r                 [R] ...this token: the one-token shift, done only here
 """
+import dataclasses
 import enum
 import json
 import pathlib
@@ -58,6 +59,7 @@ class Sample:
     weight_versions: list[int] = field(default_factory=list)      # append: which weights wrote each response token
     status: Status = Status.PENDING          # rollout
     metadata: dict = field(default_factory=dict)  # data source and hooks
+    teacher_log_probs: list[float] = field(default_factory=list)  # rollout, with opd_teacher_url; per response token
     remove_sample: bool = False              # hooks: keep it for the group's statistics, train none of its tokens
     rollout_id: int | None = None            # custom generate: siblings of one rollout share one weight in the loss
 
@@ -85,7 +87,7 @@ class Sample:
     def check(self) -> None:
         """Hooks may build samples by hand; what training relies on is checked here once."""
         n = self.response_length
-        for name in ("loss_mask", "rollout_log_probs", "weight_versions"):
+        for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
             have = len(getattr(self, name))
             if have != n and not (name != "loss_mask" and have == 0):
                 raise ValueError(f"sample {self.index}: {name} has {have} entries for {n} response tokens; "
@@ -184,6 +186,10 @@ class DataSource:
         self.context_len = min(cfg.rollout_max_context_len or context_len, context_len)
         rows, self.skipped = read_rows(cfg, cfg.prompt_data)
         self.prompts = self.prepare(rows)
+        self.examples = None                             # another source: the rows of sft_data, in an order of their own
+        if cfg.sft_data:
+            own = dataclasses.replace(cfg, loss_type="sft", prompt_data=cfg.sft_data, sft_data="")
+            self.examples = DataSource(own, tokenizer, context_len)
         self.epoch, self.offset = 0, 0                   # position in the data
         self.next_group, self.next_index = 0, 0          # numbers given out so far
         self.buffer: list[list[Sample]] = []             # groups put back, oldest first
@@ -302,6 +308,10 @@ class DataSource:
         self.next_group += 1
         return group
 
+    def get_examples(self) -> list[Sample]:
+        """The next sft_batch_size rows of sft_data."""
+        return [group[0] for group in self.examples.get_samples(self.cfg.sft_batch_size)] if self.examples else []
+
     def order(self) -> list[int]:
         if self._order[0] != self.epoch:
             order = list(range(len(self.prompts)))
@@ -317,7 +327,8 @@ class DataSource:
     # -- checkpoint
     def state_dict(self) -> dict:
         return {"epoch": self.epoch, "offset": self.offset, "next_group": self.next_group, "next_index": self.next_index,
-                "rows": len(self.prompts), "buffer": [[s.to_dict() for s in group] for group in self.buffer]}
+                "rows": len(self.prompts), "buffer": [[s.to_dict() for s in group] for group in self.buffer],
+                "examples": self.examples.state_dict() if self.examples else None}
 
     def load_state_dict(self, state: dict) -> None:
         if state["rows"] != len(self.prompts):
@@ -326,21 +337,25 @@ class DataSource:
         for key in ("epoch", "offset", "next_group", "next_index"):
             setattr(self, key, state[key])
         self.buffer = [[Sample.from_dict(d) for d in group] for group in state["buffer"]]
+        if self.examples and state.get("examples"):      # a resumed run may be the first with examples
+            self.examples.load_state_dict(state["examples"])
 
 
 # ---- Samples -> lists by key -----------------------------------------------------------------------------------------
-def to_train_data(cfg, samples: list[Sample], rewards: list[float]) -> dict[str, list]:
+def to_train_data(cfg, samples: list[Sample], rewards: list[float], examples: list[Sample] = ()) -> dict[str, list]:
     """What travels to the trainers, under upstream's names: one entry per sample in every list.
 
-    rewards: already group-normalised (algos.normalize_rewards). Samples of a generation step that have no trainable token are
-    kept here (their reward counted in the group) and get weight 0 in plan().
+    rewards: already compared within groups (algos.group_rewards). Samples of a generation step that have no trainable token
+    are kept here (their reward counted in the group) and get weight 0 in plan(). examples: of sft_data; their loss_masks are
+    0, so no policy loss sees them, and sft_masks say what is trained.
     """
     data = {key: [] for key in ("tokens", "response_lengths", "loss_masks", "rewards", "raw_reward", "truncated",
                                 "sample_indices", "rollout_ids", "group_indices", "rollout_log_probs")}
     for sample, reward in zip(samples, rewards):
         sample.check()
         n = sample.response_length
-        mask = [0] * n if sample.remove_sample else sample.loss_mask
+        left_out = sample.remove_sample or (cfg.overlong_filtering and sample.status == Status.TRUNCATED)
+        mask = [0] * n if left_out else sample.loss_mask
         data["tokens"].append(torch.tensor(sample.tokens, dtype=torch.int64))                     # [prompt + R_i]
         data["response_lengths"].append(n)
         data["loss_masks"].append(torch.tensor(mask, dtype=torch.int64))                          # [R_i]
@@ -352,7 +367,23 @@ def to_train_data(cfg, samples: list[Sample], rewards: list[float]) -> dict[str,
         data["group_indices"].append(sample.group_index)
         log_probs = sample.rollout_log_probs or [0.0] * n
         data["rollout_log_probs"].append(torch.tensor(log_probs, dtype=torch.float32))            # [R_i]
+    if cfg.opd_teacher_url:
+        data["teacher_log_probs"] = [torch.tensor(s.teacher_log_probs or [0.0] * s.response_length) for s in samples]   # [R_i]
+    if examples:
+        add_examples(cfg, data, examples)
     return data
+
+
+def add_examples(cfg, data: dict[str, list], examples: list[Sample]) -> None:
+    """Rows of sft_data behind the samples, each a group of its own, numbered -1, -2, ..."""
+    own = to_train_data(dataclasses.replace(cfg, opd_teacher_url=None), examples, [0.0] * len(examples))
+    data["sft_masks"] = [torch.zeros_like(mask) for mask in data["loss_masks"]] + own["loss_masks"]
+    own["loss_masks"] = [torch.zeros_like(mask) for mask in own["loss_masks"]]
+    own["group_indices"] = [-1 - i for i in range(len(examples))]
+    own["raw_reward"] = [0.0] * len(examples)
+    own["teacher_log_probs"] = own["rollout_log_probs"]
+    for key in data.keys() - {"sft_masks"}:
+        data[key].extend(own[key])
 
 
 def to_flat(data: dict[str, list]) -> dict[str, tuple]:
@@ -376,15 +407,19 @@ def plan(cfg, data: dict[str, list], dp_size: int) -> list[list[list[list[int]]]
     groups: dict[int, list[int]] = {}
     for i, g in enumerate(data["group_indices"]):
         groups.setdefault(g, []).append(i)
-    groups = list(groups.values())
-    if len(groups) < cfg.num_steps_per_rollout:
-        raise ValueError(f"{len(groups)} groups cannot fill {cfg.num_steps_per_rollout} optimizer steps; "
+    kinds = [[own for g, own in groups.items() if g >= 0], [own for g, own in groups.items() if g < 0]]  # samples, examples
+    if len(kinds[0]) < cfg.num_steps_per_rollout:
+        raise ValueError(f"{len(kinds[0])} groups cannot fill {cfg.num_steps_per_rollout} optimizer steps; "
                          "set num_steps_per_rollout lower or rollout_batch_size higher")
     data["loss_weights"] = [0.0] * len(data["tokens"])
+    if "sft_masks" in data:
+        data["sft_weights"] = [0.0] * len(data["tokens"])
     steps = []
     for k in range(cfg.num_steps_per_rollout):
-        lo, hi = (len(groups) * j // cfg.num_steps_per_rollout for j in (k, k + 1))
-        members = [i for group in groups[lo:hi] for i in group]
+        members = []                         # the k-th part of the samples' groups, and of the examples
+        for kind in kinds:
+            lo, hi = (len(kind) * j // cfg.num_steps_per_rollout for j in (k, k + 1))
+            members += [i for group in kind[lo:hi] for i in group]
         set_loss_weights(cfg, data, members)
         bins = pack_bins([len(data["tokens"][i]) for i in members], cfg.max_tokens_per_gpu, dp_size)
         bins = [[members[j] for j in one] for one in bins]
@@ -412,6 +447,10 @@ def set_loss_weights(cfg, data: dict[str, list], members: list[int]) -> None:
             data["loss_weights"][i] = 1.0 / sum(trainable.values())
         else:
             data["loss_weights"][i] = 1.0 / (cfg.fixed_loss_length or per_rollout[data["rollout_ids"][i]]) / rollouts
+    if "sft_masks" in data:                  # examples: mean over all their tokens
+        tokens = max(sum(int(data["sft_masks"][i].sum()) for i in members), 1)
+        for i in members:
+            data["sft_weights"][i] = 1.0 / tokens
 
 
 def pack_bins(lengths: list[int], capacity: int, multiple: int) -> list[list[int]]:
@@ -455,13 +494,15 @@ class PackedBatch:
     logit_index: Tensor     # [R] int64 into T
     targets: Tensor         # [R] int64
     weight: Tensor          # [R] fp32: loss_mask * loss_weight
+    sample: Tensor          # [R] int64: 0 for the tokens of the first sample, 1 for the second, ...
     samples: list[int]      # S positions in the data
     lengths: list[int]      # R_i of each of them, sum is R
     per_token: dict[str, Tensor]  # [R] advantages, old_logp, rollout_logp, ref_logp, ... whichever the data has
 
 
 PER_TOKEN = {"advantages": "advantages", "old_logp": "log_probs", "ref_logp": "ref_log_probs",
-             "rollout_logp": "rollout_log_probs"}   # LossInput's name -> upstream's key in the data
+             "rollout_logp": "rollout_log_probs", "old_values": "values",
+             "returns": "returns"}               # LossInput's name -> upstream's key in the data
 
 
 def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu") -> PackedBatch:
@@ -477,9 +518,15 @@ def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu") -
     spans = [torch.arange(int(e) - n, int(e)) for e, n in zip(ends, lengths)]
     target_index = torch.cat(spans or [torch.zeros(0, dtype=torch.int64)])                        # [R]
     row = torch.cat(tokens)                                                                       # [T]
-    weights = [data["loss_masks"][i] * data["loss_weights"][i] for i in samples]
-    per_token = {name: torch.cat([data[key][i] for i in samples] or [torch.zeros(0)]).to(device)
-                 for name, key in PER_TOKEN.items() if key in data}
+
+    def gather(values):                      # one tensor or none for each sample -> [R]
+        return torch.cat([*values, torch.zeros(0)]).to(device)
+
+    def weights(kind):                       # mask * weight of each token; "loss" or "sft"
+        return gather(data[f"{kind}_masks"][i] * data[f"{kind}_weights"][i] for i in samples)
+    per_token = {name: gather(data[key][i] for i in samples) for name, key in PER_TOKEN.items() if key in data}
+    if "sft_masks" in data:
+        per_token["sft_weight"] = weights("sft")
     seqlens = [len(t) for t in tokens]
     return PackedBatch(
         tokens=row[None].to(device),
@@ -488,5 +535,6 @@ def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu") -
         max_seqlen=max(seqlens),
         logit_index=(target_index - 1).to(device),
         targets=row[target_index].to(device),
-        weight=torch.cat(weights or [torch.zeros(0)]).float().to(device),
+        weight=weights("loss"),
+        sample=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(device),
         samples=list(samples), lengths=lengths, per_token=per_token)

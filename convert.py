@@ -15,6 +15,7 @@ Left out on purpose: reading a slice of a file per TP rank (each reads the whole
 """
 
 import argparse
+import copy
 import json
 import math
 import re
@@ -167,8 +168,26 @@ def embeddings(cfg):
     ]
     # NOTE: tied embeddings have no lm_head in HF. Megatron's output layer has no parameter of its own on one stage;
     # with pipeline stages the last one holds a copy of the embedding under this name: load it, never write it twice.
+    if has_value_head(cfg):
+        return rules + [Rule("output_layer.weight", (VALUE_HEAD,), REPLICATED)]
     head = "model.embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"
     return rules + [Rule("output_layer.weight", (head,), VOCAB, load_only=cfg.tie_word_embeddings)]
+
+
+# A critic, or a reward model: transformers' ...ForSequenceClassification with one label, whose head is [1, H].
+VALUE_HEAD = "score.weight"
+
+
+def has_value_head(cfg) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in cfg.architectures or ())
+
+
+def value_config(cfg):
+    """The config of a critic with the layers of this model."""
+    cfg = copy.deepcopy(cfg)
+    cfg.architectures = [lookup(cfg.model_type).architecture.replace("ForCausalLM", "ForSequenceClassification")]
+    cfg.num_labels, cfg.tie_word_embeddings = 1, False
+    return cfg
 
 
 def layer(rules):
@@ -256,8 +275,10 @@ def family(hf_config) -> Family:
     def refuse(key, why):
         raise ValueError(f"config.json has {key} = {values.get(key)!r}: {why}")
 
-    if values.get("architectures") and fam.architecture not in values["architectures"]:
+    if values.get("architectures") and fam.architecture not in values["architectures"] and not has_value_head(hf_config):
         refuse("architectures", f"only {fam.architecture} is covered; give the causal language model")
+    if has_value_head(hf_config) and hf_config.num_labels != 1:
+        refuse("id2label", "a critic has one label, its value; give a reward model with num_labels=1")
     if values.get("hidden_act") != "silu":
         refuse("hidden_act", "only silu (gated) is covered; add the activation to megatron_config in convert.py")
     if set(values.get("layer_types") or []) - {"full_attention"}:
@@ -403,6 +424,26 @@ def ignorable(hf_config, name: str) -> bool:
     return bool(BUFFERS.fullmatch(name)) or (hf_config.tie_word_embeddings and name == "lm_head.weight")
 
 
+def check_policy(hf_config):
+    """ValueError for a critic or a reward model, which has no log-probs."""
+    if has_value_head(hf_config):
+        raise ValueError(f"config.json names {hf_config.architectures[0]}, a critic or a reward model; give a causal language "
+                         "model as hf_checkpoint (and this one as critic=dict(hf_checkpoint=...), if you like)")
+
+
+def check_same_shape(hf_config, folder):
+    """ValueError unless the folder's model (a reference, a teacher) fits into the trainer's layers."""
+    other = load_hf_config(folder)
+    check_policy(other)
+    HFReader(folder, other)  # complete, undamaged
+    for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "tie_word_embeddings", "rope_parameters", "rms_norm_eps"):
+        if getattr(hf_config, key) != getattr(other, key):
+            raise ValueError(f"{folder} has {key} = {getattr(other, key)}, the trained model {getattr(hf_config, key)}: both "
+                             "are computed by the same trainers, so give a model of the same shape (a teacher of another "
+                             "shape: opd_teacher_url)")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders
 
@@ -512,6 +553,8 @@ def save_hf(path, source_path, hf_config, tensors: Iterable[tuple[str, Tensor]],
     try:
         dtypes = write_shards(tmp, hf_config, tensors, max_shard_bytes)
         copy_small_files(source, tmp, dtypes)
+        if has_value_head(hf_config):  # a critic's folder tells what it is, though it began as a policy
+            hf_config.save_pretrained(tmp)
         if path.exists():  # a rename cannot replace a folder with files in it
             path.rename(old)
         tmp.rename(path)

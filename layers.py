@@ -6,8 +6,8 @@ layers.py: what is a transformer layer made of? Megatron's own parts, and those 
 
 No Transformer Engine needed: Megatron's local spec lacks two things, and its spec system takes ours instead, a norm that knows
 sequence parallelism and an attention that takes packed sequences. What would be five kernels on a GPU, each reading and
-writing all tokens, torch.compile fuses into one (`algos.fused`). With transformer_impl="transformer_engine" in `megatron` the
-layers are Transformer Engine's; in benchmarks/h200.md the two stand side by side.
+writing all tokens, torch.compile fuses into one (`logprobs.fused`). With transformer_impl="transformer_engine" in `megatron`
+the layers are Transformer Engine's; in benchmarks/h200.md the two stand side by side.
 
 Test:  pytest tests/test_model.py tests/test_gpu.py
 Knows nothing about: optimizers, micro-batches, losses, checkpoints.
@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-import algos
+import logprobs
 
 
 def check(cfg) -> None:
@@ -62,13 +62,13 @@ def block_spec(config) -> TransformerBlockSubmodules:
 
 
 # ---- Norm and position -------------------------------------------------------------------------------------------------
-@algos.fused
+@logprobs.fused
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, in fp32. [rows, H] -> same"""
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 
-@algos.fused
+@logprobs.fused
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

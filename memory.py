@@ -35,7 +35,8 @@ def share_memory(cfg, hf_config, parameters: int, gpu_bytes: int):
     tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
     dp = cfg.actor_num_gpus // (tp * pp) if cfg.use_distributed_optimizer else 1
     own = parameters / (tp * pp)
-    weights, kept = 2 * own, own * (6 + 12 / dp)
+    models = 2 if cfg.critic and not cfg.critic_num_gpus else 1              # a critic beside the actor, of the same size
+    weights, kept = 2 * own * models, own * (6 + 12 / dp) * models
     logits = 8 * cfg.log_probs_chunk_size * hf_config.vocab_size / tp        # in bf16 and fp32, and their gradient
     training = kept + activations(cfg, hf_config) + logits
     weights, kept, training = (size / gpu_bytes for size in (weights, kept, training))

@@ -45,6 +45,7 @@ from torch import Tensor
 import algos
 import convert
 import layers
+import logprobs
 from buffer import PackedBatch
 
 
@@ -78,7 +79,7 @@ def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_p
         torch.cuda.set_device(0)             # Ray shows this process only its own GPU
         # Megatron adds a weight's gradient to its fp32 sum inside the product, where apex's extension is installed. Torch can.
         tensor_parallel.layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
-            wgrad_gemm_accum_fp32=lambda x, dy, total: algos.add_product(total, dy.t(), x))
+            wgrad_gemm_accum_fp32=lambda x, dy, total: logprobs.add_product(total, dy.t(), x))
         tensor_parallel.layers._grad_accum_fusion_available = True
     timeout = datetime.timedelta(seconds=cfg.train_timeout_s)
     dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl", rank=rank, world_size=world_size, timeout=timeout,
@@ -111,13 +112,36 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
+class ValueModel(PolicyModel):
+    """The same with a scalar head: a critic. V of a token is read from the state that predicts it, before it was chosen."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer = ValueHead(self.config.hidden_size)
+
+
+class ValueHead(torch.nn.Module):
+    """[R, H] -> [R]. Every tensor-parallel rank has all of it and computes the same."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.float() @ self.weight[0].float()
+
+
 class MegatronModel:
     """One set of weights on this rank: built from a Hugging Face folder, trained, saved, and read by the weight sync."""
 
-    def __init__(self, cfg, grid: Grid, hf_folder: str, total_optimizer_steps: int = 0, trainable: bool = True):
-        self.cfg, self.grid, self.hf_folder = cfg, grid, hf_folder
+    def __init__(self, cfg, grid: Grid, hf_folder: str, total_optimizer_steps: int = 0, trainable: bool = True,
+                 value_head: bool = False):
+        self.cfg, self.grid, self.hf_folder, self.value_head = cfg, grid, hf_folder, value_head
         self.device = torch.device(cfg.device)
         self.hf_config = convert.load_hf_config(hf_folder)
+        if value_head:
+            self.hf_config = convert.value_config(self.hf_config)
         convert.check_tp(self.hf_config, grid.tp_size)
         self.dtype = getattr(torch, cfg.dtype)
         self.config, gpt_kwargs = self.build_config()
@@ -156,9 +180,10 @@ class MegatronModel:
         return TransformerConfig(**fields | pick(TransformerConfig, cfg.megatron)), gpt_kwargs
 
     def build_module(self, gpt_kwargs: dict) -> PolicyModel:
-        module = PolicyModel(config=self.config, transformer_layer_spec=layers.block_spec(self.config),
-                             pre_process=self.grid.pp_rank == 0, post_process=self.grid.is_last_stage,
-                             **gpt_kwargs | {"vocab_size": self.rows * self.grid.tp_size})
+        cls = ValueModel if self.value_head else PolicyModel
+        module = cls(config=self.config, transformer_layer_spec=layers.block_spec(self.config),
+                     pre_process=self.grid.pp_rank == 0, post_process=self.grid.is_last_stage,
+                     **gpt_kwargs | {"vocab_size": self.rows * self.grid.tp_size})
         return module.to(self.device, self.dtype)
 
     def wrap(self, module: PolicyModel, total_steps: int) -> None:
@@ -203,9 +228,13 @@ class MegatronModel:
 
     @torch.no_grad()
     def load_hf(self, folder: str) -> None:
-        """Copy a Hugging Face checkpoint into the parameters. Each parameter is found or the load fails by name."""
-        reader = convert.HFReader(folder, self.hf_config)
+        """Copy a Hugging Face checkpoint into the parameters. Each parameter is found or the load fails by name; but a critic
+        may begin as a policy, with a head of zeros: V = 0."""
+        reader = convert.HFReader(folder)
         for name, param in self.named_parameters():
+            if self.value_head and name == "output_layer.weight" and convert.VALUE_HEAD not in reader.where:
+                param.zero_()
+                continue
             tensor = convert.to_megatron(self.hf_config, name, reader, self.grid.tp_rank, self.grid.tp_size)
             assert tensor.shape == param.shape, f"{name}: checkpoint {tuple(tensor.shape)}, model {tuple(param.shape)}"
             param.copy_(tensor)
@@ -235,16 +264,21 @@ class MegatronModel:
 
     def log_probs(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Last stage's hidden states -> logp, entropy of the response tokens [R]."""
-        module = self.chunks[-1].module if self.optimizer else self.chunks[-1]
         # Backward of both: sum over TP ranks, each of which saw only its part of the vocabulary.
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)                 # [T/tp, 1, H] -> [T, 1, H]
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)                 # [T, 1, H]
-        return algos.log_probs_and_entropy(
-            hidden[:, 0].index_select(0, batch.logit_index), module.output_weight(), batch.targets,   # [R, H]: no prompts
+        return logprobs.log_probs_and_entropy(
+            hidden[:, 0].index_select(0, batch.logit_index), self.module.output_weight(), batch.targets,   # [R, H]: no prompts
             temperature=self.cfg.rollout_temperature if self.cfg.loss_type != "sft" else 1.0, vocab_size=self.vocab_size,
             chunk=self.cfg.log_probs_chunk_size, vocab_start=self.rows * self.grid.tp_rank, group=self.grid.tp_group)
+
+    def values(self, batch: PackedBatch, hidden: Tensor) -> Tensor:
+        """A critic's last hidden states -> V of the response tokens [R]."""
+        if self.config.sequence_parallel:    # backward: each rank takes its part of a gradient that all ranks have whole
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return self.module.output_layer(hidden[:, 0].index_select(0, batch.logit_index))                    # [R, H] -> [R]
 
     def run(self, batches: list[PackedBatch], post: Callable, forward_only: bool) -> list:
         """All micro-batches through Megatron's schedule (none, 1F1B). -> post's results on the last stage, else []."""
@@ -254,11 +288,14 @@ class MegatronModel:
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
     @torch.no_grad()
-    def forward_log_probs(self, batches: list[PackedBatch]) -> list[Tensor]:
-        """logp [R] of each micro-batch under the current weights; [] on all but the last pipeline stage."""
+    def forward_only(self, batches: list[PackedBatch]) -> list[Tensor]:
+        """logp (of a critic: values) [R] of each micro-batch under the current weights; [] but on the last pipeline stage."""
         for chunk in self.chunks:
             chunk.eval()
-        return self.run(batches, lambda batch, hidden, non_loss_data=True: self.log_probs(batch, hidden)[0], forward_only=True)
+
+        def post(batch, hidden, non_loss_data=True):
+            return self.values(batch, hidden) if self.value_head else self.log_probs(batch, hidden)[0]
+        return self.run(batches, post, forward_only=True)
 
     def train_step(self, batches: list[PackedBatch], loss_fn: Callable) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches.
@@ -273,8 +310,11 @@ class MegatronModel:
         self.optimizer.zero_grad()
 
         def post(batch, hidden):
-            logp, entropy = self.log_probs(batch, hidden)
-            loss, sums = loss_fn(algos.LossInput(logp=logp, entropy=entropy, weight=batch.weight, **batch.per_token))
+            if self.value_head:
+                head = {"values": self.values(batch, hidden)}
+            else:
+                head = dict(zip(("logp", "entropy"), self.log_probs(batch, hidden)))
+            loss, sums = loss_fn(algos.LossInput(batch.weight, batch.sample, **head, **batch.per_token))
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums   # 0 tokens: divide by nothing
 
         sums = self.reduce_sums(self.run(batches, post, forward_only=False))
@@ -308,13 +348,11 @@ class MegatronModel:
         if self.grid.is_last_stage:
             names = sorted(per_batch[0])
             rows = torch.stack([torch.stack([d[n].double() for n in names]) for d in per_batch])  # [micro-batches, names]
-            i = names.index("max_logp")
-            sums, largest = rows.sum(0), rows[:, i].max()
+            sums, largest = rows.sum(0), rows.amax(0)
             if self.grid.dp_size > 1:
                 dist.all_reduce(sums, group=self.grid.dp_group)
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.grid.dp_group)
-            sums[i] = largest
-            packed = dict(zip(names, sums.tolist()))
+            packed = {name: (largest if name.endswith("_max") else sums)[i].item() for i, name in enumerate(names)}
         if self.grid.pp_size > 1:
             box = [packed]
             last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -400,6 +438,7 @@ class MegatronModel:
         Written beside and renamed when complete: a kill at any moment leaves the previous checkpoint as it was.
         """
         self.finish_loading()
+        make_adam_state(self.optimizer)
         part = folder.with_name(folder.name + ".part")
         if self.grid.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -447,19 +486,24 @@ def adams(optimizer) -> list[torch.optim.Optimizer]:
     return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
-@contextlib.contextmanager
-def torch_adam_state(optimizer):
-    """Three repairs of Megatron's optimizer loading for torch's Adam.
-
-    It asks a fresh optimizer for a state that only exists after a step. It copies every entry of a parameter's state and finds
-    no "step" in the file, where that is stored once. And it hands one step tensor to all parameters, which Adam would then
-    raise once for each of them.
-    """
+def make_adam_state(optimizer) -> None:
+    """What Adam only has after its first step: Megatron asks for it at any load, and at a save before that step."""
     for adam in adams(optimizer):
         for param in [p for group in adam.param_groups for p in group["params"]]:
             if not adam.state[param]:
                 adam.state[param] = {"step": torch.tensor(0.0, device=param.device), "exp_avg": torch.zeros_like(param),
                                      "exp_avg_sq": torch.zeros_like(param)}
+
+
+@contextlib.contextmanager
+def torch_adam_state(optimizer):
+    """Three repairs of Megatron's optimizer loading for torch's Adam.
+
+    It asks a fresh optimizer for its state. It copies every entry of a parameter's state and finds
+    no "step" in the file, where that is stored once. And it hands one step tensor to all parameters, which Adam would then
+    raise once for each of them.
+    """
+    make_adam_state(optimizer)
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states(self, param, tensors):

@@ -19,6 +19,7 @@ import socket
 @dataclasses.dataclass
 class Places:
     trainers: list[tuple]                    # of each rank: (placement group, its bundle)
+    critics: list[tuple]                     # the same for a critic with GPUs of its own
     engines: list[list[tuple]]               # of each engine, for each of its nodes: (group, first bundle, its GPUs there)
     owners: list[list[int]]                  # colocated: the trainer rank on each GPU of each engine
     gpu_bytes: int                           # colocated: of the smallest GPU
@@ -50,7 +51,8 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
                              "set device='cuda' if only this machine of the cluster has no GPU")
         return None
     apart = not cfg.colocate and cfg.loss_type != "sft"
-    gpus = cfg.actor_num_gpus + (cfg.rollout_num_gpus if apart else 0)
+    ranks = cfg.actor_num_gpus + (cfg.critic_num_gpus or 0)
+    gpus = ranks + (cfg.rollout_num_gpus if apart else 0)
     have = int(ray.cluster_resources().get("GPU", 0))
     if have < gpus:
         raise ValueError(f"the run needs {gpus} GPUs, the Ray cluster has {have}; set actor_num_gpus and rollout_num_gpus "
@@ -65,13 +67,14 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
                            f"which free now: {ray.available_resources().get('GPU', 0):g}. Is another run on them?") from None
     places = ask_bundles(group, gpus, where, cfg.start_timeout_s)
     width, count = cfg.rollout_num_gpus_per_engine, 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus
-    trainers, engines = assign(places, cfg.actor_num_gpus, count // width, width, cfg.colocate)
+    trainers, engines = assign(places, ranks, count // width, width, cfg.colocate)
     owners, gpu_bytes = [], 0
     if cfg.colocate:
         owners = [[trainers.index(bundle) for part in engine for bundle in part] for engine in engines]
         gpu_bytes = min(ask_bundles(group, gpus, total_memory, cfg.start_timeout_s))
     return Places(
-        trainers=[(group, bundle) for bundle in trainers],
+        trainers=[(group, bundle) for bundle in trainers[:cfg.actor_num_gpus]],
+        critics=[(group, bundle) for bundle in trainers[cfg.actor_num_gpus:]],
         engines=[[(group, part[0], [places[bundle][1] for bundle in part]) for part in engine] for engine in engines],
         owners=owners, gpu_bytes=gpu_bytes)
 

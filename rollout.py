@@ -58,6 +58,7 @@ class RolloutResult:
     samples: list[Sample]                    # P * n of them (a hook may return more), sorted by group and index
     rewards: list[float]                     # one per sample, normalised within its group
     metrics: dict[str, float] = field(default_factory=dict)
+    examples: list[Sample] = field(default_factory=list)         # sft_batch_size rows of sft_data
 
 
 class Rollout:
@@ -156,9 +157,12 @@ class Rollout:
         metrics |= {f"rollout/groups_{k}": outcomes[k] for k in ("trained", "filtered", "put_back", "failed")}
         metrics |= {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in drops.items()}
         self.write_samples(step, samples, "train")
-        rewards = algos.normalize_rewards(cfg, [s.get_reward_value(cfg.reward_key) for s in samples],
-                                          [s.group_index for s in samples])
-        return RolloutResult(samples, rewards, metrics)
+        penalties = [algos.length_penalty(cfg, s.response_length) for s in samples]
+        if cfg.overlong_buffer_len:
+            metrics["rollout/length_penalty"] = mean(penalties)
+        rewards = algos.group_rewards(cfg, [s.get_reward_value(cfg.reward_key) + p for s, p in zip(samples, penalties)],
+                                      [s.group_index for s in samples])
+        return RolloutResult(samples, rewards, metrics, self.data.get_examples())
 
     def ask(self, count: int, pending: dict, outcomes: Counter, drops: Counter) -> None:
         """Start `count` more groups."""
@@ -270,9 +274,15 @@ class Rollout:
                 one.check()
         else:
             samples = [await self.generate_sample(sample, params)]
+        scored = [one for one in samples if one.status != Status.ABORTED]
+        if cfg.opd_teacher_url and not evaluation:
+            await asyncio.gather(*(self.ask_teacher(one) for one in scored))
+        if cfg.use_opd and not evaluation and not (cfg.rm_type or cfg.custom_rm or sample.metadata.get("rm_type")):
+            for one in scored:
+                one.reward = 0.0             # distillation alone: the teacher is the only judge
         if evaluation or not cfg.group_rm:
-            for one in samples:
-                if one.status != Status.ABORTED and one.reward is None:
+            for one in scored:
+                if one.reward is None:
                     try:
                         one.reward = await self.rewarder.score(cfg, one, cfg.eval_reward_key if evaluation else cfg.reward_key)
                     except RewardError:
@@ -342,6 +352,31 @@ class Rollout:
                           f"{self.cfg.request_retries + 1} tries, "
                           f"last {problem}; the engines' logs are in {self.run_dir}/logs, set request_retries or "
                           "request_timeout_s higher if they only were slow")
+
+    async def ask_teacher(self, sample: Sample) -> None:
+        """sample.teacher_log_probs, by an SGLang server that reads the sample and adds nothing."""
+        n, first = sample.response_length, len(sample.tokens) - sample.response_length
+        if len(sample.teacher_log_probs) == n:   # it waited in the buffer, finished
+            return
+        payload = {"input_ids": sample.tokens, "return_logprob": True, "logprob_start_len": first - 1,
+                   "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+        for attempt in range(self.cfg.request_retries + 1):
+            try:
+                async with self.slots, self.session.post(f"{self.cfg.opd_teacher_url}/generate", json=payload) as answer:
+                    if answer.status == 200:
+                        pairs = (await answer.json())["meta_info"]["input_token_logprobs"][-n:]  # [(log-prob, token id, text)]
+                        break
+                    problem = f"status {answer.status}: {(await answer.text())[:500]}"
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
+        else:
+            raise EngineError(f"sample {sample.index}: the teacher at {self.cfg.opd_teacher_url} gave no log-probs in "
+                              f"{self.cfg.request_retries + 1} tries, last {problem}; is it an SGLang server, and alive?")
+        # NOTE: SGLang 0.5.17 reports the vocabulary's last id as 0 there, with the right log-prob.
+        assert len(pairs) == n and all(pair[1] in (token, 0) for pair, token in zip(pairs, sample.tokens[first:])), (
+            f"sample {sample.index}: the teacher's log-probs are of other tokens than those asked for; is its tokenizer ours?")
+        sample.teacher_log_probs = [pair[0] for pair in pairs]
 
     # ---- Engines that die ------------------------------------------------------------------------------------------------
     async def watch_engines(self) -> None:
@@ -467,7 +502,7 @@ def start_over(sample: Sample) -> None:
     """Back to the bare prompt. Metadata stays: the data has written to it too."""
     sample.tokens = sample.tokens[:len(sample.tokens) - sample.response_length]
     sample.response, sample.response_length, sample.status, sample.reward = "", 0, Status.PENDING, None
-    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [], [], []
+    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions, sample.teacher_log_probs = [], [], [], []
     sample.remove_sample, sample.rollout_id = False, None
 
 

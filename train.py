@@ -42,7 +42,7 @@ from configs import base
 def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
     """One run, from the model folder to the last checkpoint in run_dir. -> False where a signal stopped it before its end"""
     with contextlib.ExitStack() as stack:
-        cfg, engines, trainers, rollout, logs, first_step, num_rollout, dp_size = start(cfg, run_dir, stack)
+        cfg, engines, trainers, rollout, logs, first_step, num_rollout = start(cfg, run_dir, stack)
         stop = stop_on_signal(stack)         # after ray.init, which sets a handler of its own
 
         if first_step == 0 and cfg.eval_prompt_data and not cfg.skip_eval_before_train:
@@ -64,9 +64,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                 if cfg.offload_train:
                     trainers.wake()
             with logs.phase("train"):
-                data = buffer.to_train_data(cfg, result.samples, result.rewards)
-                plan = buffer.plan(cfg, data, dp_size)           # optimizer steps x ranks x micro-batches; loss_weights too
-                answer = trainers.train(step, data, plan)
+                answer = learn(cfg, step, result, trainers)
             metrics = checks.examine(cfg, step, result, answer, logs.print)
 
             if ahead:
@@ -107,6 +105,21 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
         return True
 
 
+def learn(cfg: base.Config, step: int, result, trainers) -> dict:
+    """One rollout's samples through the trainers -> their metrics and seconds. With PPO the critic, which sleeps and wakes
+    with them, goes before and after: V of each token goes in, the returns come out."""
+    data = buffer.to_train_data(cfg, result.samples, result.rewards, result.examples)
+    plan = buffer.plan(cfg, data, trainers.dp_size)              # optimizer steps x ranks x micro-batches; loss_weights too
+    critic = trainers.critic
+    if critic is None:
+        return trainers.train(step, data, plan)                  # reference, old log-probs -> advantages -> optimizer steps
+    critic_plan = buffer.plan(cfg, data, critic.dp_size)
+    data["values"] = critic.values(data, critic_plan)
+    answer = trainers.train(step, data, plan, step >= cfg.num_critic_only_steps)
+    data["returns"] = answer["returns"]
+    return answer | {"critic": critic.train(step, data, critic_plan)}
+
+
 def due(interval: int | None, step: int) -> bool:
     return interval is not None and (step + 1) % interval == 0
 
@@ -125,6 +138,11 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     with reading_input():
         hf_config = convert.load_hf_config(model_dir)
         reader = convert.HFReader(model_dir, hf_config)          # refuses a damaged or incomplete model
+        convert.check_policy(hf_config)
+        for other in filter(None, (cfg.ref_load, cfg.opd_teacher_load)):
+            convert.check_same_shape(hf_config, other)
+        if "hf_checkpoint" in cfg.critic:
+            convert.HFReader(cfg.critic["hf_checkpoint"])
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
         tokenizer, context_len = AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings
         data = buffer.DataSource(cfg, tokenizer, context_len)
@@ -148,14 +166,16 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
                 engines_up.result()
                 if cfg.offload_rollout:
                     engines.sleep()
-        reference = (cfg.ref_load or model_dir) if cfg.use_kl_loss or cfg.kl_coef else None
-        facts = trainers.start(model_dir, reference, num_rollout * cfg.num_steps_per_rollout,
+        others = {"ref": cfg.ref_load or model_dir} if cfg.use_kl_loss or cfg.kl_coef else {}
+        if cfg.opd_teacher_load:
+            others["teacher"] = cfg.opd_teacher_load
+        facts = trainers.start(model_dir, others, num_rollout * cfg.num_steps_per_rollout,
                                str(pathlib.Path(cfg.update_weight_disk_dir or run_dir.parent) / run_dir.name / "weights"))
         if engines_up:
             engines_up.result()
 
     checkpoint = latest_checkpoint(run_dir) if cfg.resume else None
-    extra = trainers.call("load", str(checkpoint)) if checkpoint else {"step": 0}
+    extra = trainers.load(checkpoint) if checkpoint else {"step": 0}
     logs = stack.enter_context(Logs(cfg, run_dir, num_rollout, extra["step"]))
     logs.print(f"attention in training: {facts['attention']}")
     if data.skipped:
@@ -187,7 +207,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     # nothing in the middle of a rollout. What is there now stays to the end, so it need not look at it.
     gc.collect()
     gc.freeze()
-    return cfg, engines, trainers, rollout, logs, extra["step"], num_rollout, facts["dp_size"]
+    return cfg, engines, trainers, rollout, logs, extra["step"], num_rollout
 
 
 def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
@@ -203,7 +223,7 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
             source(str(part))
             part.rename(folder)
         return str(folder)
-    if has_stage(cfg):
+    if base.has_stage(cfg):
         stage_dir = run_dir / f"stage_{pathlib.Path(source).stem}"
         if not (stage_dir / "done").exists():
             print(f"stage 1 of 2: {source}, in {stage_dir}", flush=True)
@@ -223,11 +243,6 @@ def reading_input():
         yield
     except ValueError as error:
         raise base.InputError(str(error)) from error
-
-
-def has_stage(cfg: base.Config) -> bool:
-    """Whether the model is the result of another run file, which goes first."""
-    return isinstance(cfg.hf_checkpoint, str) and cfg.hf_checkpoint.endswith(".py")
 
 
 def stage_config(cfg: base.Config, stage_dir: pathlib.Path | None = None) -> base.Config:
@@ -258,13 +273,11 @@ def stop_on_signal(stack: contextlib.ExitStack) -> threading.Event:
 def save(cfg: base.Config, run_dir: pathlib.Path, step: int, trainers, data_state: dict) -> None:
     """checkpoints/iter_<step>: weights, optimizer, RNG, data position, waiting groups; then the marker; then old ones go."""
     folder = run_dir / "checkpoints" / f"iter_{step:07d}"
-    trainers.call("save", str(folder), {"step": step, "data": data_state})
-    if cfg.save_hf:
-        trainers.call("save_hf", str(run_dir / "hf" / folder.name))
+    trainers.save(folder, {"step": step, "data": data_state}, run_dir / "hf" / folder.name if cfg.save_hf else None)
     marker = folder.parent / "latest_checkpointed_iteration.txt"
     marker.with_suffix(".part").write_text(str(step))
     os.replace(marker.with_suffix(".part"), marker)
-    for parent in (run_dir / "checkpoints", run_dir / "hf"):
+    for parent in [run_dir / name for name in ("checkpoints", "hf", "checkpoints/critic", "hf/critic")]:
         for old in sorted(parent.glob("iter_*[0-9]"))[:-cfg.keep_checkpoints]:
             shutil.rmtree(old)
 
@@ -285,36 +298,10 @@ def check(cfg: base.Config) -> None:
         if name:
             rewards.check_rm_type(name)
     source = cfg.hf_checkpoint
-    if has_stage(cfg):
+    if base.has_stage(cfg):
         check(stage_config(cfg))
     elif isinstance(source, str) and source.startswith(("/", ".", "~")) and not pathlib.Path(source).expanduser().is_dir():
         raise ValueError(f"model folder {source} not found; give a folder with config.json, or a hub name")
-
-
-def describe(cfg: base.Config) -> str:
-    """The resolved config and the placement, for people."""
-    defaults = base.Config()
-    values = base.to_dict(cfg)
-    lines = ["config (* differs from the default)"]
-    lines += [f"  {'*' if getattr(cfg, k) != getattr(defaults, k) else ' '} {k} = {v!r}" for k, v in values.items()]
-    tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
-    dp = cfg.actor_num_gpus // (tp * pp)
-    unit = "GPU" if cfg.device == "cuda" else "CPU process"
-    width = cfg.rollout_num_gpus_per_engine
-    engines = 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus // width
-    where = f", {engines} engine(s) of tp {width}, {'sharing them' if cfg.colocate else 'apart'}" if engines else ""
-    lines.append(f"placement: {cfg.actor_num_gpus} trainer rank(s) = tp {tp} x dp {dp} x pp {pp}{where}")
-    for rank in range(cfg.actor_num_gpus):
-        lines.append(f"  {unit} {rank}: trainer rank {rank} (tp {rank % tp}, dp {rank // tp % dp}, pp {rank // (tp * dp)})")
-    for engine in range(engines):
-        at = engine * width + (0 if cfg.colocate else cfg.actor_num_gpus)
-        lines.append(f"  {unit} {at}{f'-{at + width - 1}' if width > 1 else ''}: engine {engine}")
-    if has_stage(cfg):
-        lines.append(f"first: {cfg.hf_checkpoint}, whose result is the model")
-    lines.append(f"each step: {cfg.rollout_batch_size} prompts x {base.samples_per_group(cfg)} samples = "
-                 f"{cfg.num_steps_per_rollout} optimizer step(s) of {cfg.global_batch_size} samples; "
-                 f"weights travel by {cfg.update_weight_transport}")
-    return "\n".join(lines)
 
 
 def find_run_dir(cfg: base.Config, run_file: str) -> pathlib.Path:
@@ -360,7 +347,7 @@ def main() -> None:
         cfg = base.load(args[0], args[1:])
         check(cfg)
         if len(args) < len(sys.argv) - 1:
-            print(describe(cfg))
+            print(base.describe(cfg))
             return
         run_dir = find_run_dir(cfg, args[0])
     except ValueError as error:

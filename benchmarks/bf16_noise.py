@@ -33,9 +33,9 @@ def ours(folder: str, device: str, sequences: list[list[int]]) -> dict[str, torc
     batch = buffer.pack(data, list(range(COUNT)), trainer.pad_to, trainer.device)
     results = {}
     if device == "cuda" and layers.has_flash4():
-        results["ours, FlashAttention-4"] = torch.cat(trainer.forward_log_probs([batch])).float().cpu()
+        results["ours, FlashAttention-4"] = torch.cat(trainer.forward_only([batch])).float().cpu()
         layers.has_flash4 = lambda: False
-    results["ours, torch's attention"] = torch.cat(trainer.forward_log_probs([batch])).float().cpu()
+    results["ours, torch's attention"] = torch.cat(trainer.forward_only([batch])).float().cpu()
     return results
 
 

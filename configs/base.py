@@ -1,12 +1,13 @@
 """
-configs/base.py: what can be set? One dataclass, one comment per field; load, override, validate.
+configs/base.py: what can be set? One dataclass, one comment per field; load, override, resolve.
 
     configs/run.py (flat assignments, hooks as functions) --load--> Config (read-only) --> every other file
     --key=value on the command line ----------------------^
 
 Run:   python train.py configs/demo_cpu.py --lr=2e-4 --n_samples_per_prompt=16 [--dry-run]
 Test:  pytest tests/test_base.py
-Knows nothing about: what the values do. Each file reads its own fields; nobody writes to a Config.
+Knows nothing about: what the values do. Each file reads its own fields; nobody writes to a Config. What cannot be combined is
+in configs/validate.py.
 Left out on purpose: nested groups, inheritance and interpolation; a run file is Python, so it can compute what it likes.
 
 Names and defaults are upstream slime's wherever it has them. "gpu" in a name means one accelerator, or one CPU process
@@ -133,22 +134,51 @@ class Config:
     log_passrate: bool = False               # also pass@k, k = 1, 2, 4, ... n (Codex 2107.03374, unbiased)
 
     # ---- the algorithm ---------------------------------------------------------------------------------------------
-    loss_type: Literal["policy", "sft"] = "policy"   # sft: rows' own answers are the responses, no engine is started
+    loss_type: Literal["policy", "sft", "custom_loss"] = "policy"  # sft: rows' own answers are the responses, no engine
+    custom_loss_function: Callable | str | None = None       # for custom_loss: (args, LossInput) -> loss [R], metrics
     advantage_estimator: str = "grpo"        # a name in algos.ADVANTAGES
+    custom_advantage_function: Callable | str | None = None  # (args, data) sets data["advantages"], in the estimator's place
+    normalize_advantages: bool | None = None # whiten over all trained tokens of a rollout; None: as the estimator's paper
+    gamma: float = 1.0                       # discount, for ppo and reinforce_plus_plus
+    lambd: float = 1.0                       # GAE's lambda, for ppo (1506.02438)
+    true_on_policy_mode: bool = False        # refuse all that makes trainer and sampler two policies; assert it at every step
     num_steps_per_rollout: int = 1           # optimizer steps on one rollout
     global_batch_size: int | None = None     # samples of one optimizer step; None: P * n / num_steps_per_rollout
     rewards_normalization: bool = True       # subtract the group's mean
     grpo_std_normalization: bool = True      # divide by the group's std; False: Dr.GRPO (2503.20783)
+    overlong_filtering: bool = False         # DAPO: truncated samples count in their group, but are not trained
+    overlong_buffer_len: int | None = None   # DAPO: tokens below rollout_max_response_len from which the reward goes down...
+    overlong_penalty_factor: float = 1.0     # ...by this much at the limit
     eps_clip: float = 0.2
     eps_clip_high: float | None = None       # DAPO's clip-higher (2503.14476); None: eps_clip
     eps_clip_c: float | None = None          # dual clip (1912.09729): > 1; None: off
     use_kl_loss: bool = False                # a KL(policy || reference) term in the loss
     kl_loss_coef: float = 0.0
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    use_unbiased_kl: bool = False            # that KL times the importance ratio (DeepSeek-V3.2 2512.02556)
     kl_coef: float = 0.0                     # KL in the reward; refused by estimators that cannot use it
     entropy_coef: float = 0.0
+    use_rollout_logprobs: bool = False       # the engine's log-probs are the old policy's
+    use_tis: bool = False                    # importance weights trainer / engine; their four settings: algos.mismatch_weight
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
+    tis_mode: Literal["truncate", "mask"] = "truncate"       # mask by token: IcePop; by sequence: MIS
+    tis_clip: float = 2.0
+    tis_clip_low: float = 0.0
+    use_opsm: bool = False                   # leave out bad samples that are far off policy (DeepSeek-V3.2 2512.02556)
+    opsm_delta: float = 1e-4                 # mean log-ratio from which a sample is far
     calculate_per_token_loss: bool = False   # mean over all tokens of the step; False: mean of each sample's mean
     fixed_loss_length: int | None = None     # Dr.GRPO: each sample's sum divided by this constant (max response length)
+    critic: dict = field(default_factory=dict)  # ppo: what the critic sets otherwise, dict(lr=1e-5, ...); see critic_config
+    critic_num_gpus: int | None = None       # its own GPUs; None: it shares the actor's
+    num_critic_only_steps: int = 0           # rollouts from which only the critic learns, at first
+    value_clip: float = 0.2                  # how far a value may move in one rollout before its loss stops counting
+    use_opd: bool = False                    # on-policy distillation: a teacher's log-probs go into the advantages
+    opd_kl_coef: float = 1.0
+    opd_teacher_load: str | None = None      # the teacher: a Hugging Face folder of the model's own shape, in the trainers...
+    opd_teacher_url: str | None = None       # ...or any model with its tokenizer behind this SGLang server
+    sft_data: str | dict | Callable = ""     # rows with answers, as prompt_data with loss_type="sft", beside the samples
+    sft_batch_size: int = 0                  # so many of them in each rollout step
+    sft_loss_coef: float = 1.0               # times their mean negative log-likelihood
 
     # ---- the optimizer ---------------------------------------------------------------------------------------------
     lr: float = 1e-6
@@ -184,6 +214,7 @@ def load(run_file: str, overrides: list[str] = ()) -> Config:
         apply_override(values, arg)
     check_types(values)
     cfg = resolve(Config(**values))
+    from configs.validate import validate    # it imports this file
     validate(cfg)
     return cfg
 
@@ -241,7 +272,11 @@ ELSEWHERE = dict(learning_rate="lr", temperature="rollout_temperature", top_p="r
                  model_path="hf_checkpoint", num_generations="n_samples_per_prompt", train_batch_size="rollout_batch_size",
                  max_completion_length="rollout_max_response_len", max_prompt_length="rollout_max_prompt_len",
                  beta="kl_loss_coef", epsilon="eps_clip", epsilon_high="eps_clip_high", max_grad_norm="clip_grad",
-                 max_steps="num_rollout", num_train_epochs="num_epoch", reward_funcs="custom_rm")
+                 max_steps="num_rollout", num_train_epochs="num_epoch", reward_funcs="custom_rm",
+                 adv_estimator="advantage_estimator", gae_lambda="lambd", lam="lambd", use_kl_in_reward="kl_coef",
+                 mask_truncated_completions="overlong_filtering", critic_lr="critic.lr", cliprange_value="value_clip",
+                 critic_load="critic.hf_checkpoint", critic_lr_warmup_iters="critic.lr_warmup_iters",
+                 vllm_importance_sampling_cap="tis_clip", opd_type="opd_teacher_load (or opd_teacher_url)")
 
 
 def unknown(key: str) -> str:
@@ -282,7 +317,8 @@ def resolve(cfg: Config) -> Config:
     new = {}
     for key, hint in typing.get_type_hints(Config).items():
         value = getattr(cfg, key)
-        if Callable in typing.get_args(hint) and key not in ("hf_checkpoint", "prompt_data") and isinstance(value, str):
+        is_hook = Callable in typing.get_args(hint) and key not in ("hf_checkpoint", "prompt_data", "sft_data")
+        if is_hook and isinstance(value, str):
             new[key] = import_function(key, value)
     if cfg.device == "auto":
         import torch                         # heavy, so only here
@@ -307,8 +343,9 @@ def resolve(cfg: Config) -> Config:
         new["eps_clip_high"] = cfg.eps_clip
     if cfg.eval_reward_key is None:
         new["eval_reward_key"] = cfg.reward_key
-    if cfg.max_logprob_diff is None:
-        new["max_logprob_diff"] = 1e-4 if new.get("dtype", cfg.dtype) == "float32" else 0.1
+    if cfg.max_logprob_diff is None:         # what is healthy is in README's table of metrics
+        wide = new.get("dtype", cfg.dtype) == "float32"
+        new["max_logprob_diff"] = (1e-5 if wide else 0.05) if cfg.true_on_policy_mode else 1e-4 if wide else 0.1
     if cfg.health_check_interval_s is None:
         new["health_check_interval_s"] = 10.0 if device == "cuda" else 60.0
     return dataclasses.replace(cfg, **new)
@@ -317,6 +354,31 @@ def resolve(cfg: Config) -> Config:
 def samples_per_group(cfg: Config) -> int:
     """SFT trains each row once; RL samples each prompt n times."""
     return 1 if cfg.loss_type == "sft" else cfg.n_samples_per_prompt
+
+
+def eval_config(cfg: Config, name: str) -> Config:
+    """The Config under which one held-out set is evaluated: its own settings over the run's."""
+    return resolve(dataclasses.replace(cfg, rollout_shuffle=False, **eval_settings(cfg, name)))
+
+
+def eval_settings(cfg: Config, name: str) -> dict[str, Any]:
+    data = cfg.eval_prompt_data[name]
+    return data if isinstance(data, dict) and "reasoning_gym" not in data else {"prompt_data": data}
+
+
+# What the critic may set otherwise than the actor. hf_checkpoint: a model with a scalar head of its own, or a policy.
+CRITIC_FIELDS = {"hf_checkpoint", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters", "weight_decay",
+                 "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "max_tokens_per_gpu", "megatron"}
+
+
+def critic_config(cfg: Config) -> Config:
+    """The Config under which the critic runs."""
+    return dataclasses.replace(cfg, actor_num_gpus=cfg.critic_num_gpus or cfg.actor_num_gpus, **cfg.critic)
+
+
+def has_stage(cfg: Config) -> bool:
+    """Whether the model is the result of another run file, which goes first."""
+    return isinstance(cfg.hf_checkpoint, str) and cfg.hf_checkpoint.endswith(".py")
 
 
 def import_function(key: str, name: str) -> Callable:
@@ -330,31 +392,7 @@ def import_function(key: str, name: str) -> Callable:
         raise ValueError(f"{key}={name!r} cannot be imported ({error}); write 'package.module.function'") from error
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
-def validate(cfg: Config) -> None:
-    """Every rule that can be checked without starting anything. Each message ends with the remedy."""
-    need(cfg.hf_checkpoint, "hf_checkpoint is not set; give a Hugging Face folder, a hub name or a run file")
-    need(cfg.prompt_data, "prompt_data is not set; give a .jsonl or .parquet file, dict(reasoning_gym=...) or a function")
-    need(cfg.num_rollout is not None or cfg.num_epoch is not None,
-         "neither num_rollout nor num_epoch is set, so the run would have no end; set num_rollout")
-    for key in ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "global_batch_size", "actor_num_gpus",
-                "rollout_num_gpus_per_engine", "rollout_num_gpus", "tensor_model_parallel_size", "max_tokens_per_gpu",
-                "pipeline_model_parallel_size", "log_probs_chunk_size", "rollout_max_response_len", "reward_workers",
-                "sglang_server_concurrency", "update_weight_buffer_size", "n_samples_per_eval_prompt", "keep_checkpoints",
-                "max_batches_asked"):
-        need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; set it to 1 or more")
-    for key in [name for name in FIELDS if name.endswith("timeout_s")] + ["health_check_interval_s"]:
-        need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; every wait has a limit, in seconds")
-    for key in ("save_interval", "eval_interval", "num_rollout", "num_epoch", "rollout_max_prompt_len", "fixed_loss_length"):
-        value, least = getattr(cfg, key), 0 if key == "num_rollout" else 1
-        need(value is None or value >= least, f"{key}={value} must be at least {least}; or leave it unset (None)")
-    validate_layout(cfg)
-    validate_batch(cfg)
-    validate_algorithm(cfg)
-    validate_eval(cfg)
-    validate_passthrough(cfg)
-
-
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 class InputError(ValueError):
     """What was given cannot be used, found before anything was started; the message ends with the remedy."""
 
@@ -362,152 +400,6 @@ class InputError(ValueError):
 def need(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def validate_layout(cfg: Config) -> None:
-    tp, pp, world = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.actor_num_gpus
-    need(world % (tp * pp) == 0,
-         f"actor_num_gpus {world} is not a multiple of tp {tp} * pp {pp}; "
-         f"set actor_num_gpus={tp * pp * max(world // (tp * pp), 1)}")
-    need(not cfg.sequence_parallel or tp > 1, "sequence_parallel needs tensor parallelism; set tensor_model_parallel_size=2")
-    engines, per_engine = cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine
-    need(engines % per_engine == 0, f"rollout_num_gpus {engines} is not a multiple of rollout_num_gpus_per_engine "
-         f"{per_engine}; set rollout_num_gpus={per_engine * max(engines // per_engine, 1)}")
-    need(cfg.device != "cpu" or per_engine == 1, "SGLang runs an engine on one CPU process only; "
-         "set rollout_num_gpus_per_engine=1 and more engines through rollout_num_gpus")
-    need(not cfg.colocate or cfg.device == "cpu" or cfg.loss_type == "sft" or engines == world,
-         f"colocated, both sides share the same GPUs; set rollout_num_gpus={world} like actor_num_gpus, or remove it")
-    need(cfg.colocate or not (cfg.offload_train or cfg.offload_rollout),
-         "offload_train and offload_rollout are for GPUs that both sides share; set colocate=True or remove them")
-    need(cfg.update_weight_transport != "tensor" or cfg.colocate,
-         "update_weight_transport='tensor' hands memory over inside one machine; set colocate=True or use 'distributed'")
-    need(cfg.update_weight_transport != "distributed" or not cfg.colocate or cfg.device == "cpu",
-         "NCCL cannot join two processes of one GPU; colocated runs use update_weight_transport='tensor' (or 'disk')")
-
-
-def validate_batch(cfg: Config) -> None:
-    need(not cfg.async_mode or not cfg.colocate, "async_mode trains and generates at the same time, and colocated sides take "
-         "turns; set colocate=False and give the engines GPUs of their own (rollout_num_gpus)")
-    need(not cfg.async_mode or cfg.loss_type != "sft", "async_mode has nothing to generate with loss_type='sft'; remove it")
-    need(cfg.max_staleness >= cfg.async_mode, "with async_mode samples are one weight update old; set max_staleness=1")
-    per_rollout, steps, gbs = cfg.rollout_batch_size * samples_per_group(cfg), cfg.num_steps_per_rollout, cfg.global_batch_size
-    need(gbs * steps == per_rollout, f"global_batch_size {gbs} * num_steps_per_rollout {steps} != rollout_batch_size "
-         f"{cfg.rollout_batch_size} * n {samples_per_group(cfg)} = {per_rollout}; set global_batch_size={per_rollout // steps}"
-         + ("" if per_rollout % steps == 0 else " and a num_steps_per_rollout that divides it"))
-    dp = cfg.actor_num_gpus // (cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size)
-    need(gbs >= dp, f"global_batch_size {gbs} leaves some of the {dp} data-parallel ranks without a sample; "
-         f"set it to at least {dp}")
-    need(cfg.over_sampling_batch_size >= cfg.rollout_batch_size, f"over_sampling_batch_size {cfg.over_sampling_batch_size} "
-         f"is below rollout_batch_size; set it to at least {cfg.rollout_batch_size}")
-    need(cfg.rollout_temperature > 0 or cfg.loss_type == "sft", "rollout_temperature must be > 0: temperature 0 is greedy "
-         "decoding, which is no policy to take gradients of; set rollout_temperature=1.0 (eval_temperature may be 0)")
-    need(0 < cfg.rollout_top_p <= 1, f"rollout_top_p={cfg.rollout_top_p} must be in (0, 1]; set rollout_top_p=1.0")
-    if cfg.rollout_max_context_len and cfg.rollout_max_prompt_len:
-        need(cfg.rollout_max_prompt_len < cfg.rollout_max_context_len, "rollout_max_prompt_len leaves no room for a response; "
-             f"set it to at most rollout_max_context_len - 1 = {cfg.rollout_max_context_len - 1}")
-    need(not cfg.mask_offpolicy_in_partial_rollout or cfg.partial_rollout,
-         "mask_offpolicy_in_partial_rollout has no effect without partial_rollout; set partial_rollout=True")
-
-
-def validate_algorithm(cfg: Config) -> None:
-    if cfg.loss_type == "sft":
-        return
-    need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg),
-         "no reward is set; set rm_type to a grader of rewards.py or custom_rm to a function (args, sample) -> float")
-    need(cfg.rm_type != "remote_rm" or cfg.rm_url,
-         "rm_type='remote_rm' asks a server for the reward; set rm_url='http://...'")
-    need(not cfg.group_rm or cfg.custom_rm, "group_rm hands whole groups to custom_rm; set custom_rm to a function "
-         "(args, samples) -> list of rewards")
-    need(cfg.rm_type not in ("dapo", "boxed_dapo") or cfg.custom_rm or cfg.reward_key,
-         f"rm_type={cfg.rm_type!r} gives a dict (score, acc, pred); set reward_key='score' to train on its +1 or -1")
-    need(not cfg.rewards_normalization or cfg.n_samples_per_prompt > 1,
-         f"advantage_estimator={cfg.advantage_estimator!r} compares the samples of one prompt, and a group of 1 always has "
-         "advantage 0; set n_samples_per_prompt=2 or more")
-    need(not (cfg.kl_coef and cfg.kl_loss_coef), "only one of kl_coef (KL in the reward) and kl_loss_coef (KL in the loss) "
-         "can be set; set kl_coef=0")
-    need(not cfg.kl_loss_coef or cfg.use_kl_loss, "kl_loss_coef has no effect without use_kl_loss; set use_kl_loss=True")
-    need(not cfg.use_kl_loss or cfg.kl_loss_coef, "use_kl_loss with kl_loss_coef=0 would load and run a reference for "
-         "nothing; set kl_loss_coef=0.001 or use_kl_loss=False")
-    need(not cfg.ref_load or cfg.use_kl_loss or cfg.kl_coef,
-         "ref_load is set but nothing reads the reference; set use_kl_loss=True")
-    need(0 < cfg.eps_clip < 1, f"eps_clip={cfg.eps_clip} must be in (0, 1); set eps_clip=0.2")
-    need(cfg.eps_clip_c is None or cfg.eps_clip_c > 1, f"eps_clip_c={cfg.eps_clip_c}: dual clip needs a bound above 1; "
-         "set eps_clip_c=3.0 or leave it unset")
-    need(not (cfg.calculate_per_token_loss and cfg.fixed_loss_length),
-         "calculate_per_token_loss and fixed_loss_length are two different denominators; set one of them")
-
-
-def has_row_rewards(cfg: Config) -> bool:
-    """reasoning-gym tasks bring their own verifier. A row of a file may name one too, but not every row has to: those
-    need rm_type all the same, as the default."""
-    return isinstance(cfg.prompt_data, dict)
-
-
-def validate_eval(cfg: Config) -> None:
-    need(not cfg.eval_prompt_data or cfg.loss_type != "sft", "loss_type='sft' starts no engine, so nothing can be evaluated; "
-         "remove eval_prompt_data, and evaluate in the run that comes after it")
-    need(cfg.eval_interval is None or cfg.eval_prompt_data, "eval_interval is set but there is nothing to evaluate on; "
-         "set eval_prompt_data = dict(name='file.jsonl')")
-    allowed = eval_fields()
-    for name in cfg.eval_prompt_data:
-        where, own = f"eval_prompt_data[{name!r}]", eval_settings(cfg, name)
-        for key in own.keys() - allowed:
-            near = difflib.get_close_matches(key, allowed, 1, 0.4)
-            raise ValueError(f"{where}: unknown setting {key!r}; "
-                             + (f"did you mean {near[0]!r}?" if near else f"use one of {sorted(allowed)}"))
-        need(own.get("prompt_data"), f"{where} has no prompt_data of its own; add prompt_data='file.jsonl'")
-        check_types(own, f"{where}: ")
-        eval_config(cfg, name)               # imports its hooks
-
-
-def eval_fields() -> set[str]:
-    """The settings that a held-out set may have of its own."""
-    return {"prompt_data", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_max_response_len",
-            "rm_type", "custom_rm", "input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template",
-            "apply_chat_template_kwargs", "rollout_max_prompt_len", "eval_reward_key", "custom_generate_function"}
-
-
-def eval_config(cfg: Config, name: str) -> Config:
-    """The Config under which one held-out set is evaluated: its own settings over the run's."""
-    return resolve(dataclasses.replace(cfg, rollout_shuffle=False, **eval_settings(cfg, name)))
-
-
-def eval_settings(cfg: Config, name: str) -> dict[str, Any]:
-    data = cfg.eval_prompt_data[name]
-    return data if isinstance(data, dict) and "reasoning_gym" not in data else {"prompt_data": data}
-
-
-def validate_passthrough(cfg: Config) -> None:
-    """`megatron` and `sglang` name fields of the packages' own dataclasses; what nanoslime sets itself is refused there."""
-    if cfg.megatron:
-        from megatron.core.distributed import DistributedDataParallelConfig   # 5 s to import, so only when asked
-        from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        check_passthrough("megatron", cfg.megatron, (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig),
-                          {"tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "lr", "min_lr",
-                           "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "use_distributed_optimizer",
-                           "params_dtype", "bf16", "calculate_per_token_loss"})
-    if cfg.sglang:
-        from sglang.srt.server_args import ServerArgs
-        check_passthrough("sglang", cfg.sglang, (ServerArgs,), {
-            "model_path", "host", "port", "tp_size", "dtype", "random_seed", "device", "base_gpu_id", "dist_init_addr",
-            "nnodes", "node_rank"})
-
-
-def check_passthrough(name: str, given: dict, classes: tuple, ours: set[str]) -> None:
-    fields = {f.name: f for cls in classes for f in dataclasses.fields(cls)}
-    for key, value in given.items():
-        need(key not in ours, f"{name}[{key!r}] is set by nanoslime from its own settings; "
-             f"remove it there and use the field of configs/base.py")
-        near = difflib.get_close_matches(key, fields, 1, 0.5)
-        need(key in fields, f"{name}[{key!r}] is not a field of {' or '.join(c.__name__ for c in classes)}"
-             + (f"; did you mean {near[0]!r}?" if near else f"; see {classes[0].__module__}"))
-        default = fields[key].default
-        # Their annotations are too loose to check by; the default's own type says what is meant.
-        if type(default) in (bool, int, float, str) and value is not None:
-            fitting = fits(value, type(default)) or (type(default) is int and isinstance(value, float))
-            need(fitting, f"{name}[{key!r}]={value!r} is {type(value).__name__}, but its default is {default!r}; "
-                 f"give a {type(default).__name__}")
 
 
 # ---- Showing and saving ------------------------------------------------------------------------------------------------
@@ -520,6 +412,36 @@ def to_dict(cfg: Config) -> dict[str, Any]:
             return {k: plain(v) for k, v in value.items()}
         return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
     return {key: plain(getattr(cfg, key)) for key in FIELDS}
+
+
+def describe(cfg: Config) -> str:
+    """The resolved config and the placement, for people."""
+    defaults = Config()
+    values = to_dict(cfg)
+    lines = ["config (* differs from the default)"]
+    lines += [f"  {'*' if getattr(cfg, k) != getattr(defaults, k) else ' '} {k} = {v!r}" for k, v in values.items()]
+    tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
+    dp = cfg.actor_num_gpus // (tp * pp)
+    unit = "GPU" if cfg.device == "cuda" else "CPU process"
+    width = cfg.rollout_num_gpus_per_engine
+    engines = 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus // width
+    where = f", {engines} engine(s) of tp {width}, {'sharing them' if cfg.colocate else 'apart'}" if engines else ""
+    lines.append(f"placement: {cfg.actor_num_gpus} trainer rank(s) = tp {tp} x dp {dp} x pp {pp}{where}")
+    for rank in range(cfg.actor_num_gpus):
+        both = " and critic" if cfg.critic and not cfg.critic_num_gpus else ""
+        place = f"(tp {rank % tp}, dp {rank // tp % dp}, pp {rank // (tp * dp)})"
+        lines.append(f"  {unit} {rank}: trainer{both} rank {rank} {place}")
+    for rank in range(cfg.critic_num_gpus or 0):
+        lines.append(f"  {unit} {cfg.actor_num_gpus + rank}: critic rank {rank}")
+    for engine in range(engines):
+        at = engine * width + (0 if cfg.colocate else cfg.actor_num_gpus + (cfg.critic_num_gpus or 0))
+        lines.append(f"  {unit} {at}{f'-{at + width - 1}' if width > 1 else ''}: engine {engine}")
+    if has_stage(cfg):
+        lines.append(f"first: {cfg.hf_checkpoint}, whose result is the model")
+    lines.append(f"each step: {cfg.rollout_batch_size} prompts x {samples_per_group(cfg)} samples = "
+                 f"{cfg.num_steps_per_rollout} optimizer step(s) of {cfg.global_batch_size} samples; "
+                 f"weights travel by {cfg.update_weight_transport}")
+    return "\n".join(lines)
 
 
 def save(cfg: Config, path: pathlib.Path) -> None:

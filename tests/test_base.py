@@ -158,7 +158,8 @@ def test_run_file_mistakes(load, tmp_path):
 
 
 def test_names_from_elsewhere_are_settings_here():
-    assert set(base.ELSEWHERE.values()) <= base.FIELDS.keys() and not base.ELSEWHERE.keys() & base.FIELDS.keys()
+    here = {name.split()[0].split(".")[0] for name in base.ELSEWHERE.values()}           # "critic.lr", "a (or b)"
+    assert here <= base.FIELDS.keys() and not base.ELSEWHERE.keys() & base.FIELDS.keys()
 
 
 # ---- Impossible combinations: what is wrong, and the remedy ------------------------------------------------------------
@@ -202,7 +203,6 @@ WRONG = [
     (dict(rollout_max_prompt_len=100, rollout_max_context_len=100), "no room for a response; set it to at most .* = 99"),
     (dict(mask_offpolicy_in_partial_rollout=True), "has no effect without partial_rollout; set partial_rollout=True"),
     # algorithm
-    (dict(n_samples_per_prompt=1), "a group of 1 always has advantage 0; set n_samples_per_prompt=2 or more"),
     (dict(kl_coef=0.1, kl_loss_coef=0.1, use_kl_loss=True), "only one of kl_coef .* and kl_loss_coef .*; set kl_coef=0"),
     (dict(kl_loss_coef=0.1), "kl_loss_coef has no effect without use_kl_loss; set use_kl_loss=True"),
     (dict(use_kl_loss=True), "for nothing; set kl_loss_coef=0.001 or use_kl_loss=False"),
@@ -210,6 +210,36 @@ WRONG = [
     (dict(eps_clip=0.0), "eps_clip=0.0 must be in .*; set eps_clip=0.2"),
     (dict(eps_clip_c=1.0), "eps_clip_c=1.0: dual clip needs a bound above 1; set eps_clip_c=3.0"),
     (dict(calculate_per_token_loss=True, fixed_loss_length=9), "two different denominators; set one of them"),
+    (dict(gamma=1.1), r"gamma=1.1 and lambd=1.0 must be in \[0, 1\]; set both to 1.0"),
+    (dict(overlong_buffer_len=2000), "overlong_buffer_len=2000 must lie within rollout_max_response_len=1024; set it to 256"),
+    (dict(loss_type="custom_loss"), "loss_type='custom_loss' and custom_loss_function=.* belong together; set both or neither"),
+    (dict(custom_loss_function="math.sqrt"), "belong together; set both or neither"),
+    # corrections of the mismatch between sampler and trainer
+    (dict(use_unbiased_kl=True), "use_unbiased_kl is about the KL in the loss; set use_kl_loss=True"),
+    (dict(use_tis=True, use_rollout_logprobs=True), "use_rollout_logprobs makes the two the same; set one of them"),
+    (dict(tis_mode="mask"), "tis_mode has no effect without use_tis; set use_tis=True"),
+    (dict(use_tis=True, tis_clip_low=3.0), "tis_clip_low=3.0 must be at least 0 and below tis_clip=2.0; set tis_clip_low=0.0"),
+    (dict(use_opsm=True), "with one optimizer step per rollout they are the same; set use_rollout_logprobs=True"),
+    (dict(true_on_policy_mode=True, num_steps_per_rollout=2), "true_on_policy_mode: num_steps_per_rollout=2 .*; set .*=1"),
+    (dict(true_on_policy_mode=True, on_invariant="warn"), "or would not tell; set on_invariant='raise'"),
+    (dict(true_on_policy_mode=True, async_mode=True), "true_on_policy_mode: async_mode=True .*; set async_mode=False"),
+    # critic
+    (dict(critic=dict(lrr=1e-5)), r"critic\['lrr'\] cannot be set; did you mean 'lr'\?"),
+    (dict(critic=dict(gamma=1.0)), r"critic\['gamma'\] cannot be set; .*"),
+    (dict(critic=dict(lr="1e-5")), "critic: lr='1e-5' is str, but lr is float"),
+    (dict(critic_num_gpus=3, actor_num_gpus=2, tensor_model_parallel_size=2), r"critic_num_gpus=3 is not a multiple of .* = 2"),
+    (dict(critic_num_gpus=1, device="cuda", colocate=True), "with colocate all share the same; remove one of the two"),
+    (dict(num_critic_only_steps=-1), "num_critic_only_steps=-1 must be 0 or more"),
+    (dict(value_clip=0.0), "value_clip=0.0 must be positive; set value_clip=0.2"),
+    # teachers
+    (dict(use_opd=True), "use_opd needs one teacher, it has none; set opd_teacher_load to .*, or opd_teacher_url"),
+    (dict(use_opd=True, opd_teacher_load="a", opd_teacher_url="b"), r"use_opd needs one teacher, it has \['opd_teacher_load', .*"),
+    (dict(opd_teacher_load="a"), "opd_teacher_load has no effect without use_opd; set use_opd=True"),
+    (dict(use_opd=True, opd_teacher_load="a", opd_kl_coef=0.0), "would run a teacher for nothing; set opd_kl_coef=1.0"),
+    (dict(use_opd=True, opd_teacher_url="a", rollout_temperature=0.7), "at temperature 1; set rollout_temperature=1.0"),
+    (dict(sft_data="d.jsonl"), "sft_data and sft_batch_size=0 belong together; set both, or neither"),
+    (dict(sft_data="d.jsonl", sft_batch_size=1, num_steps_per_rollout=2), "leaves optimizer steps without an example; set .* 2"),
+    (dict(sft_data="d.jsonl", sft_batch_size=1, loss_type="sft"), "with loss_type='sft' the rows are prompt_data: remove it"),
     # evaluation
     (dict(eval_interval=5), r"eval_interval is set but there is nothing to evaluate on; set eval_prompt_data = dict\("),
     (dict(eval_prompt_data=dict(aime=dict(prompt_data="e.jsonl", eval_temprature=0))),

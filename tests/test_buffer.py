@@ -358,6 +358,52 @@ def test_to_train_data():
         buffer.to_train_data(make_cfg(reward_key="x"), [a, b], [-1, 1])
 
 
+def test_overlong_filtering_trains_no_truncated_sample():
+    samples = [Sample(index=i, tokens=[1], status=status, reward=0.0) for i, status in enumerate((Status.COMPLETED, Status.TRUNCATED))]
+    for s in samples:
+        s.append([4, 5], [-1.0, -2.0])
+    for on in (False, True):
+        data = train_data(make_cfg(overlong_filtering=on), samples)
+        assert [m.tolist() for m in data["loss_masks"]] == [[1, 1], [0, 0] if on else [1, 1]]
+
+
+def test_a_servers_log_probs_travel():
+    s = Sample(index=0, tokens=[1], reward=0.0, teacher_log_probs=[-0.5, -0.25])
+    s.append([4, 5], [-1.0, -2.0])
+    assert "teacher_log_probs" not in train_data(make_cfg(), [s])
+    assert train_data(make_cfg(opd_teacher_url="x"), [s])["teacher_log_probs"][0].tolist() == [-0.5, -0.25]
+    s.teacher_log_probs = [-0.5]
+    with pytest.raises(ValueError, match="teacher_log_probs has 1 entries for 2 response tokens"):
+        train_data(make_cfg(), [s])
+
+
+def test_examples_beside_samples(tokenizer):
+    """Rows of sft_data: an order and a place of their own; no policy loss, no reward; their own denominator in each step."""
+    rows = [{"input": f"{i}+", "label": "x" * (i + 1)} for i in range(5)]
+    data = source(tokenizer, questions(6), sft_data=lambda: rows, sft_batch_size=3, n_samples_per_prompt=2)
+    first = data.get_examples()
+    assert [s.response for s in first] == ["x", "xx", "xxx"] and data.get_samples(1)[0][0].group_index == 0
+    other = source(tokenizer, questions(6), sft_data=lambda: rows, sft_batch_size=3, n_samples_per_prompt=2)
+    other.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    examples = other.get_examples()
+    assert [s.response for s in examples] == ["xxxx", "xxxxx", "x"] and source(tokenizer, questions(2)).get_examples() == []
+
+    samples, cfg = random_samples(4, seed=3, n=2), make_cfg(num_steps_per_rollout=2, max_tokens_per_gpu=30)
+    alone, mixed = (buffer.to_train_data(cfg, samples, [1.0] * 8, rows) for rows in ([], examples))
+    steps, mixed_steps = buffer.plan(cfg, alone, 1), buffer.plan(cfg, mixed, 2)
+    assert mixed["loss_weights"][:8] == alone["loss_weights"] and mixed["rewards"] == [1.0] * 8 + [0.0] * 3
+    seen = []
+    for step in mixed_steps:
+        batches = [buffer.pack(mixed, one, 1) for rank in step for one in rank]
+        assert sum(float(b.per_token["sft_weight"].sum()) for b in batches) == pytest.approx(1)      # mean over their tokens
+        assert sum(float(b.weight.sum()) for b in batches) == pytest.approx(1)
+        assert all(float((b.weight * b.per_token["sft_weight"]).abs().max()) == 0 for b in batches if len(b.weight))
+        own = sorted(i for rank in step for one in rank for i in one)
+        assert [i for i in own if i < 8] == sorted(i for one in steps[len(seen)][0] for i in one)
+        seen.append([i for i in own if i >= 8])
+    assert seen == [[8], [9, 10]]            # each step has its part of them
+
+
 @pytest.mark.parametrize("pad_to", [1, 8, 64])
 @pytest.mark.parametrize("seed", range(5))
 def test_pack_equals_a_loop(seed, pad_to):
@@ -392,6 +438,7 @@ def test_pack_equals_a_loop(seed, pad_to):
     assert batch.weight.tolist() == pytest.approx(weight) and batch.weight.dtype == torch.float32
     assert batch.per_token["rollout_logp"].tolist() == pytest.approx(logp) and batch.per_token["advantages"].tolist() == adv
     assert set(batch.per_token) == {"rollout_logp", "advantages"}           # what the data has, no more
+    assert batch.sample.tolist() == [k for k, i in enumerate(chosen) for _ in range(samples[i].response_length)]
     assert batch.samples == chosen and sum(batch.lengths) == len(targets)
 
 
@@ -516,5 +563,5 @@ def test_plan_reads_lengths_only_once_packed():
 def test_namespace_configs_are_enough():
     """plan and pack read a handful of fields: a notebook may call them with any object that has those."""
     cfg = SimpleNamespace(num_steps_per_rollout=1, max_tokens_per_gpu=50, calculate_per_token_loss=False, fixed_loss_length=None,
-                          reward_key=None)
+                          reward_key=None, overlong_filtering=False, opd_teacher_url=None)
     assert len(buffer.plan(cfg, train_data(cfg, random_samples()), 2)[0]) == 2

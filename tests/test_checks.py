@@ -9,8 +9,8 @@ import checks
 from buffer import Sample
 from helpers import make_cfg
 
-STEP = dict(ppo_kl=0.0, kl_loss=0.0, max_logp=-0.1)
-METRICS = {"train/train_rollout_logprob_abs_diff": 1e-6, "rollout/staleness/max": 0}
+STEP = dict(ppo_kl=0.0, kl_loss=0.0, logp_max=-0.1, train_rollout_logprob_abs_diff=1e-6)
+METRICS = {"rollout/staleness/max": 0}
 
 
 def check(step=0, cfg=(), metrics=(), **numbers):
@@ -22,8 +22,10 @@ def check(step=0, cfg=(), metrics=(), **numbers):
 WRONG = [
     (dict(ppo_kl=2e-6), "ppo_kl of the first optimizer step is 2e-06 instead of 0.*Dropout"),
     (dict(kl_loss=0.1, cfg=dict(use_kl_loss=True)), "kl_loss is 0.1 at step 0"),
-    (dict(metrics={"train/train_rollout_logprob_abs_diff": 2e-4}), r"\|logp - rollout_logp\| is 0.0002.*Usual causes"),
-    (dict(max_logp=0.01), "a log-prob is 0.01 > 0"),
+    (dict(train_rollout_logprob_abs_diff=2e-4), r"\|logp - rollout_logp\| is 0.0002.*Usual causes"),
+    (dict(train_rollout_logprob_abs_diff=2e-4, cfg=dict(loss_type="custom_loss")), r"\|logp - rollout_logp\| is 0.0002"),
+    (dict(train_rollout_logprob_abs_diff=2e-4, cfg=dict(true_on_policy_mode=True, rollout_top_p=0.9)), r"rollout_logp\| is 0.0002"),
+    (dict(logp_max=0.01), "a log-prob is 0.01 > 0"),
 ]
 
 
@@ -39,15 +41,18 @@ def test_a_breach_stops_the_run_or_warns(case, says):
     dict(), dict(step=3, kl_loss=0.1, cfg=dict(use_kl_loss=True)),                          # the policy has moved
     dict(kl_loss=0.1, cfg=dict(use_kl_loss=True, ref_load="elsewhere")),
     dict(ppo_kl=5e-4, cfg=dict(dtype="bfloat16")),
-    dict(metrics={"train/train_rollout_logprob_abs_diff": 0.1, "rollout/staleness/max": 1}),  # other weights
-    dict(metrics={"train/train_rollout_logprob_abs_diff": 0.1}, cfg=dict(rollout_top_p=0.9)),
-    dict(metrics={"train/train_rollout_logprob_abs_diff": 0.1}, cfg=dict(loss_type="sft"))])
+    dict(ppo_kl=0.1, cfg=dict(use_rollout_logprobs=True)),                                  # the engine's, not a second pass
+    dict(train_rollout_logprob_abs_diff=0.1, metrics={"rollout/staleness/max": 1}),         # other weights
+    dict(train_rollout_logprob_abs_diff=0.1, cfg=dict(rollout_top_p=0.9)),
+    dict(train_rollout_logprob_abs_diff=0.1, cfg=dict(loss_type="sft"))])
 def test_no_false_alarm(case):
     assert check(**case) == []
 
 
 def test_only_the_first_optimizer_step_is_on_policy():
-    checks.check_invariants(make_cfg(), 0, [STEP, STEP | dict(ppo_kl=0.3)], METRICS, pytest.fail)
+    later = STEP | dict(ppo_kl=0.3, train_rollout_logprob_abs_diff=0.3)
+    checks.check_invariants(make_cfg(), 0, [STEP, later], METRICS, pytest.fail)
+    checks.check_invariants(make_cfg(), 0, [], METRICS, pytest.fail)       # only the critic learnt
 
 
 def sample(*tokens):
@@ -65,8 +70,15 @@ def test_staleness():
 
 
 def test_train_metrics():
-    answer = {"steps": [dict(loss=1.0, tokens=10, max_logp=-1.0, grad_norm=2.0), dict(loss=3.0, tokens=30, max_logp=-2.0)],
+    answer = {"steps": [dict(loss=1.0, tokens=10, logp_max=-1.0, grad_norm=2.0), dict(loss=3.0, tokens=30, logp_max=-2.0)],
               "times": {"actor_train_time": 2.0, "train_time": 3.0}, "flops": 6e12}
     assert checks.train_metrics(answer) == {"train/loss": 2.0, "train/grad_norm": 1.0, "train/tokens": 40,
                                             "perf/actor_train_time": 2.0, "perf/actor_train_tok_per_s": 20.0,
                                             "perf/actor_train_tflops": 3.0}
+    critic = {"steps": [dict(value_loss=1.0), dict(value_loss=2.0)], "times": {"critic_train_time": 4.0}}
+    alone = {"steps": [], "times": {"train_time": 1.0}, "flops": 0.0, "critic": critic}
+    assert checks.train_metrics(alone) == {"train/critic-value_loss": 1.5, "perf/critic_train_time": 4.0}
+
+
+def test_of_a_maximum_the_largest_is_logged():
+    assert checks.means([dict(diff=1.0, diff_max=5.0), dict(diff=2.0, diff_max=3.0)], "x/") == {"x/diff": 1.5, "x/diff_max": 5.0}

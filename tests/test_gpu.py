@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import algos
 import bench
 import buffer
+import logprobs
 from engines import free_port
 from helpers import RUN_FILE, make_cfg, output_of, wait_for
 
@@ -96,7 +97,7 @@ def test_fused_kernels_are_what_they_were(layers):
     assert (layers.rms_norm(x, weight, 1e-6) - want).abs().max() < 0.05
     total = torch.randn(8, 64, device="cuda")
     want = total + x[:8].T.float()[:8] @ x[:8].float()
-    algos.add_product(total, x[:8].T[:8], x[:8])
+    logprobs.add_product(total, x[:8].T[:8], x[:8])
     assert (total - want).abs().max() < 1e-3
 
 
@@ -108,7 +109,7 @@ def test_log_probs():
     targets, results = torch.randint(0, 1000, (300,)), []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         h, w = (x.clone().to(device, dtype).requires_grad_() for x in (hidden, weight))
-        logp, entropy = algos.log_probs_and_entropy(h, w, targets.to(device), temperature=0.7, vocab_size=1000, chunk=128)
+        logp, entropy = logprobs.log_probs_and_entropy(h, w, targets.to(device), temperature=0.7, vocab_size=1000, chunk=128)
         (logp.sum() + 0.1 * entropy.sum()).backward()
         results.append([x.float().cpu() for x in (logp, entropy, h.grad, w.grad)])
     for want, got in zip(*results):
@@ -155,7 +156,7 @@ def test_transformer_engine(model, grid, run_file, tmp_path):
 
     for name in ("local", "transformer_engine"):
         m, batches, step = start(name)
-        before, steps = torch.cat(m.forward_log_probs(batches)), [step() for _ in range(3)]
+        before, steps = torch.cat(m.forward_only(batches)), [step() for _ in range(3)]
         m.save(tmp_path / name, {"step": 3})
         results[name] = before, steps + [step()]
     (before, steps), (te_before, te_steps) = results.values()

@@ -104,6 +104,35 @@ def test_exact_resume(run_file, whole_run, tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and rows[-1]["train/lr"] == 0.0005
 
 
+PPO = '''
+advantage_estimator, kl_coef, lambd = "ppo", 0.01, 0.95
+critic = dict(lr=1e-2)
+num_critic_only_steps = 1
+sft_data, sft_batch_size = rows, 4
+deterministic = True
+'''
+
+
+def test_ppo_with_examples_resumes_exactly(run_file, tmp_path):
+    """A critic that learns alone at first, and rows of sft_data in each step: 3 steps, and 1 step, resume, 2 steps."""
+    ppo = tmp_path / "ppo.py"
+    ppo.write_text(run_file.read_text() + PPO)
+    for name, steps, more in (("whole", 3, []), ("cut", 1, []), ("cut", 3, [f"--resume={tmp_path / 'cut'}"])):
+        done = run([str(ppo), f"--output_dir={tmp_path}", f"--run_name={name}", f"--num_rollout={steps}", *more])
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = metrics(tmp_path / "whole")
+    assert exact(metrics(tmp_path / "cut")) == exact(rows) and len(rows) == 3
+    assert "train/loss" not in rows[0]       # only the critic learnt
+    assert all(row["train/critic-value_loss"] > 0 and row["perf/critic_train_time"] > 0 for row in rows)
+    assert rows[0]["train/critic-values"] == 0 != rows[1]["train/critic-values"]
+    assert rows[1]["train/sft_loss"] > 0 and rows[1]["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[1]["train/train_rollout_logprob_abs_diff"] < 1e-4
+    import convert
+    assert convert.has_value_head(convert.HFReader(tmp_path / "whole" / "hf" / "critic" / "iter_0000003").hf_config)
+    done = run([str(ppo), f"--hf_checkpoint={tmp_path / 'whole' / 'hf' / 'critic' / 'iter_0000003'}", f"--output_dir={tmp_path}"])
+    assert done.returncode == 1 and "a critic or a reward model; give a causal language model as hf_checkpoint" in done.stderr
+
+
 def test_sigterm_saves_and_exits(run_file, tmp_path):
     """In asynchronous mode, where samples of the next step are under way when the signal comes."""
     args = [str(run_file), f"--output_dir={tmp_path}", "--run_name=term", "--num_rollout=1000", "--save_interval=900",

@@ -72,6 +72,12 @@ def test_activations_of_a_layout():
     assert per_token(pipeline_model_parallel_size=2, megatron=block) == 36 / 2 + 2 / 2       # 9 of each stage's 18
 
 
+def test_a_critic_beside_the_actor_counts():
+    critic = dict(lr=1e-5)
+    assert settle(QWEN3_4B, critic=critic).offload_train is True           # 2 * 72 GB are kept
+    assert settle(QWEN3_4B, critic=critic, critic_num_gpus=1).offload_train is False         # elsewhere
+
+
 def test_what_the_user_says_stands():
     cfg = settle(QWEN3_4B, offload_train=False, offload_rollout=False, sglang=dict(mem_fraction_static=0.2, page_size=16))
     assert (cfg.offload_train, cfg.offload_rollout) == (False, False)

@@ -98,9 +98,10 @@ def ask_transformers(family: str, folder: str, samples) -> dict:
     data = train_data(samples, out)
     buffer.plan(cfg, data, 1)
     weight = torch.cat([m * w for m, w in zip(data["loss_masks"], data["loss_weights"])])
+    sample = torch.arange(len(logp)).repeat_interleave(torch.tensor([len(x) for x in logp]))
     loss, sums = algos.policy_loss(cfg, algos.LossInput(
-        torch.cat(logp), torch.cat(entropy), weight, *(torch.cat(data[k]) for k in ("advantages", "log_probs")),
-        ref_logp=torch.cat(data["ref_log_probs"])))
+        weight, sample, torch.cat(logp), torch.cat(entropy), advantages=torch.cat(data["advantages"]),
+        old_logp=torch.cat(data["log_probs"]), ref_logp=torch.cat(data["ref_log_probs"])))
     loss.backward()
     names = convert.hf_names(model.config)   # without the stored twin of a tied embedding
     out["gradients"] = {n: p.grad for n, p in model.named_parameters() if n in names}
@@ -144,7 +145,7 @@ class Rank:
 
     def log_probs(self, model, batches):
         """{sample: logp}, {} on all but the last stage."""
-        out = model.forward_log_probs(batches)
+        out = model.forward_only(batches)
         return {i: own for b, logp in zip(batches, out) for i, own in zip(b.samples, logp.split(b.lengths))}
 
 

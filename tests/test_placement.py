@@ -62,13 +62,15 @@ def test_a_cluster_of_two_nodes(monkeypatch):
         cluster.add_node(num_cpus=4, num_gpus=4, include_dashboard=False)
     try:
         with contextlib.ExitStack() as stack:
-            cfg = make_cfg(device="cuda", actor_num_gpus=3, rollout_num_gpus=4, rollout_num_gpus_per_engine=2,
+            cfg = make_cfg(device="cuda", actor_num_gpus=2, critic_num_gpus=1, critic=dict(lr=1e-5),
+                           rollout_num_gpus=4, rollout_num_gpus_per_engine=2,
                            ray_address=cluster.address, start_timeout_s=240.0)
             found = placement.start_ray(cfg, stack)
             group = found.trainers[0][0]
             places = placement.ask_bundles(group, 7, placement.where, 240.0)
             assert len({node for node, _ in places}) == 2        # seven GPUs do not fit on one node
-            used = [bundle for _, bundle in found.trainers]
+            assert len(found.trainers) == 2 and len(found.critics) == 1
+            used = [bundle for _, bundle in found.trainers + found.critics]
             for (_, bundle, gpus), in found.engines:
                 node, gpu = places[bundle]
                 own = [places.index((node, one)) for one in gpus]
@@ -78,7 +80,7 @@ def test_a_cluster_of_two_nodes(monkeypatch):
             stack.close()
             monkeypatch.setenv("RAY_ADDRESS", cluster.address)   # as in a job of `ray job submit`
             with pytest.raises(ValueError, match="the run needs 9 GPUs, the Ray cluster has 8; .*add nodes"):
-                placement.start_ray(dataclasses.replace(cfg, actor_num_gpus=5, ray_address=None), stack)
+                placement.start_ray(dataclasses.replace(cfg, actor_num_gpus=4, ray_address=None), stack)
             monkeypatch.delenv("RAY_ADDRESS")
             stack.close()
             with pytest.raises(ValueError, match="no Ray cluster at ray_address='127.0.0.1:9' .*ray start --head"):

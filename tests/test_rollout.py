@@ -388,6 +388,43 @@ async def group_ranks(args, samples):
     return [float(i) for i, _ in enumerate(samples)]
 
 
+def test_a_teacher_behind_a_server(make, engines, reference):
+    """It reads each answer, tools' tokens included, and says how likely each was; without a reward it is the only judge."""
+    async def with_a_tool(args, sample, params):
+        sample = await args.generate(sample, params | {"max_new_tokens": 4, "ignore_eos": True})
+        sample.append(sample.tokens[:2], trainable=False)
+        return await args.generate(sample, params | {"max_new_tokens": 9, "ignore_eos": True})
+
+    rollout = make(use_opd=True, opd_teacher_url=engines.router_url, custom_rm=None, custom_generate_function=with_a_tool)
+    result = rollout.generate(0)
+    for s in result.samples:
+        assert s.response_length == 9 and s.loss_mask[4:6] == [0, 0] and s.reward == 0.0
+        s.rollout_log_probs = s.teacher_log_probs            # the teacher is the tiny model
+        assert_log_probs(reference, s)
+    assert result.rewards == [0.0] * 12
+    nobody = make(use_opd=True, opd_teacher_url="http://127.0.0.1:9", request_retries=0)
+    with pytest.raises(EngineError, match="teacher at http://127.0.0.1:9 gave no log-probs in 1 tries.*an SGLang server"):
+        nobody.generate(0)
+
+
+def test_long_answers_cost_reward(make):
+    """DAPO's soft punishment comes off before groups are compared; what is logged as raw_reward does not know it."""
+    async def lengths(args, sample, params):
+        return await args.generate(sample, params | {"max_new_tokens": 4 + 4 * (sample.index % 3), "ignore_eos": True})
+    rollout = make(custom_generate_function=lengths, custom_rm=one_point, advantage_estimator="rloo", overlong_buffer_len=8,
+                   overlong_penalty_factor=0.5)
+    result = rollout.generate(0)
+    assert [s.response_length for s in result.samples] == [4, 8, 12] * 4
+    assert result.metrics["rollout/raw_reward"] == 1.0 and result.metrics["rollout/length_penalty"] == pytest.approx(-0.25)
+    penalties = [0.0, -0.25, -0.5]           # of 12 tokens at most, the last 8 cost
+    want = [p - (sum(penalties) - p) / 2 for p in penalties]             # minus the mean of the others
+    assert result.rewards == pytest.approx(want * 4)
+
+
+async def one_point(args, sample):
+    return 1.0
+
+
 def test_plain_and_group_rewards(make):
     samples = make(custom_rm=plain_length).generate(0).samples
     assert [s.reward for s in samples] == [len(s.response) for s in samples]

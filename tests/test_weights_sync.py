@@ -51,7 +51,7 @@ def trainers(request, engines, tiny_model, tmp_path_factory):
                    rollout_num_gpus=2)
     trainers = Trainers(cfg)
     try:
-        trainers.start(tiny_model, None, 10, str(tmp_path_factory.mktemp("disk")))
+        trainers.start(tiny_model, {}, 10, str(tmp_path_factory.mktemp("disk")))
         yield trainers
     finally:
         with contextlib.suppress(EngineError):   # the next trainers make a group of the same name

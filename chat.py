@@ -1,0 +1,126 @@
+"""
+chat.py: which tokens of a conversation are the assistant's own, under any chat template?
+
+    messages --render--> <|im_start|>user hi<|im_end|> <|im_start|>assistant hello<|im_end|> --tokenizer--> ids
+             --said----> ............................................... ===============                   mask
+
+A turn is found by rendering the conversation again with a stand-in for its words: the true text before and after the
+stand-in is not the turn's, so what is left is. A template may thus rewrite earlier turns (Qwen3 cuts their thinking),
+trim, or write no assistant header. Where the two texts do not fit together, that is an error and never a guess.
+
+Test:  pytest tests/test_chat.py
+Knows nothing about: Sample, what is prompt and what response; {% generation %} markers, which few templates have.
+"""
+import copy
+import itertools
+import json
+import re
+from os.path import commonprefix
+
+from jinja2 import TemplateError
+
+
+def assistant_mask(tokenizer, messages: list[dict], tools=None, **kwargs) -> tuple[list[int], list[int]]:
+    """-> ids of the whole conversation; for each token 1 if it lies wholly in what the assistant says, else 0.
+
+    It says its thinking, answer, tool calls and end-of-turn token, but not what the generation prompt says for it, nor
+    the newline after its end. A turn with step_loss_mask=0 is 0 throughout. kwargs go to the template. ValueError: a
+    slow tokenizer, a conversation that the template refuses, a turn whose words cannot be told apart.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} does not say where in the text its tokens are; load a fast "
+                         "tokenizer (use_fast=True, or convert it to a tokenizer.json)")
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = "|".join(map(re.escape, sorted(added | {*tokenizer.all_special_tokens}, reverse=True)))
+
+    def draw(messages, add_generation_prompt=False):
+        return render(tokenizer, messages, tools, add_generation_prompt, **kwargs)
+
+    text = draw(messages)
+    spans = [said(draw, messages, i, text, f"(?:{special or '(?!)'})") for i, message in enumerate(messages)
+             if message["role"] == "assistant" and message.get("step_loss_mask") != 0]      # parquet has None for 1
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # The tokens of one split character all have the character's offsets, so they are in or out together.
+    mask = [int(any(start <= low and high <= end for start, end in spans)) for low, high in encoded["offset_mapping"]]
+    return encoded["input_ids"], mask
+
+
+def render(tokenizer, messages: list[dict], tools=None, add_generation_prompt: bool = False, **kwargs) -> str:
+    """The conversation as the template writes it."""
+    messages = [{key: value for key, value in m.items() if key != "step_loss_mask"} for m in messages]
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
+                                             add_generation_prompt=add_generation_prompt, **kwargs)
+    except TemplateError as error:           # such as its own raise_exception("roles must alternate")
+        raise ValueError(f"the chat template refuses the conversation: {error}; mend the messages") from error
+
+
+# ---- One turn -------------------------------------------------------------------------------------------------------
+def said(draw, messages: list[dict], i: int, text: str, special: str) -> tuple[int, int]:
+    """Where in the text the words of turn i begin and end."""
+    earlier, turn, later = messages[:i], messages[i], messages[i + 1:]
+    # Plain letters, which neither trimming nor JSON changes: word stands for the turn's words, mark for a neighbour's.
+    word, mark = next((f"zq{n}qz", f"xk{n}kx") for n in itertools.count()
+                      if not re.search(f"zq{n}qz|xk{n}kx", f"{text}{messages}"))
+    if earlier and earlier[-1]["role"] != "system":
+        asker = [*earlier[:-1], with_content(earlier[-1], mark)]
+    else:                                    # templates want a question before an answer
+        asker = [*earlier, {"role": "user", "content": mark}]
+    plain = with_content({"role": turn["role"], "content": turn.get("content")}, word)
+    ending, prompt, closing = habits(draw, asker, plain, mark, word, special)
+    for stand_in in (plain, *keeping_calls(turn, word)):
+        try:
+            drawn = draw([*earlier, stand_in, *later])
+            gap = between(draw([*asker, stand_in, *later]), mark, word)
+            next_marked = draw([*earlier, stand_in, *(with_content(m, mark) for m in later[:1]), *later[1:]])
+        except (ValueError, TypeError):      # some templates want a call before each tool result
+            continue
+        head, tail, next_tail = drawn.partition(word)[0], drawn.rpartition(word)[2], next_marked.rpartition(word)[2]
+        if stand_in is not plain:            # what closes a call is the turn's own as well
+            tail, next_tail = (t[re.search(f"{special}|$", t).start():] for t in (tail, next_tail))
+        # The engine takes over where the text stops following its prompt, at the latest where the words begin.
+        opening = gap.removeprefix(ending) if gap.startswith(ending) else ""   # the header, perhaps a think block
+        base = len(head) - len(opening) * head.endswith(opening)
+        shared = len(commonprefix([prompt, text[base:]]))
+        start = base + shared if shared == len(prompt) else min(base + shared, len(head))
+        end = len(text) - len(tail)
+        alone = drawn.count(word) == 1 or word in drawn and stand_in is not plain
+        fits = alone and text[:base] == head[:base] and start <= end and text.endswith(tail)
+        if fits and (not later or mark in next_tail):      # tool results can vanish with their calls
+            # Else the next special token: gpt-oss ends earlier turns with another than the last, GLM with a header.
+            usual = closing if closing and tail.startswith(closing) else re.match(rf"(\s*{special})?", tail)[0]
+            return start, end + len(usual)
+    raise ValueError(f"message {i}: the chat template leaves out this assistant turn or the message after it, or "
+                     "changes other text with it, so its tokens cannot be told apart; give it step_loss_mask=0, or "
+                     "drop what the template leaves out")
+
+
+def habits(draw, asker: list[dict], plain: dict, mark: str, word: str, special: str) -> tuple[str, str, str]:
+    """Around a last turn the template writes: what ends the message before, the generation prompt, the end tokens."""
+    answered = draw([*asker, plain])
+    gap, closing = between(answered, mark, word), re.match(rf"(\s*{special}+)?", answered.rpartition(word)[2])[0]
+    silent, asked = (draw(asker, flag).rpartition(mark)[2] for flag in (False, True))
+    ending = commonprefix([silent, asked])   # silent itself may go on, with an <|endoftext|> for example
+    if ending == asked and not gap.removeprefix(ending).isspace():
+        return gap, "", closing              # no prompt: all is the template's, but the space of "[/INST] hi"
+    return ending, asked[len(ending):], closing
+
+
+def keeping_calls(turn: dict, word: str):
+    """The turn with its tool calls, but with the word for their arguments and for its content."""
+    if turn.get("tool_calls"):
+        calls = copy.deepcopy(turn["tool_calls"])
+        for call in calls:
+            function = call.get("function", call)
+            function["arguments"] = json.dumps({word: 1}) if isinstance(function.get("arguments"), str) else {word: 1}
+        yield (with_content(turn, word) if turn.get("content") else turn) | {"tool_calls": calls}
+
+
+def with_content(message: dict, word: str) -> dict:
+    parts = isinstance(message.get("content"), list)
+    return message | {"content": [{"type": "text", "text": word}] if parts else word}
+
+
+def between(text: str, mark: str, word: str) -> str:
+    """What the template writes between mark and word."""
+    return text.partition(word)[0].rpartition(mark)[2]

@@ -1,0 +1,235 @@
+"""
+configs/validate.py: can these settings work together? Every rule that can be checked without starting anything.
+
+    Config --validate--> nothing, or a ValueError whose message ends with the remedy
+
+Test:  pytest tests/test_base.py
+Knows nothing about: models and data (train.start reads those before anything heavy starts), estimators (algos.check).
+"""
+import dataclasses
+import difflib
+
+from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, eval_config, eval_settings, fits, need,
+                          samples_per_group)
+
+
+def validate(cfg: Config) -> None:
+    """Every rule that can be checked without starting anything. Each message ends with the remedy."""
+    need(cfg.hf_checkpoint, "hf_checkpoint is not set; give a Hugging Face folder, a hub name or a run file")
+    need(cfg.prompt_data, "prompt_data is not set; give a .jsonl or .parquet file, dict(reasoning_gym=...) or a function")
+    need(cfg.num_rollout is not None or cfg.num_epoch is not None,
+         "neither num_rollout nor num_epoch is set, so the run would have no end; set num_rollout")
+    for key in ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "global_batch_size", "actor_num_gpus",
+                "rollout_num_gpus_per_engine", "rollout_num_gpus", "tensor_model_parallel_size", "max_tokens_per_gpu",
+                "pipeline_model_parallel_size", "log_probs_chunk_size", "rollout_max_response_len", "reward_workers",
+                "sglang_server_concurrency", "update_weight_buffer_size", "n_samples_per_eval_prompt", "keep_checkpoints",
+                "max_batches_asked"):
+        need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; set it to 1 or more")
+    for key in [name for name in FIELDS if name.endswith("timeout_s")] + ["health_check_interval_s"]:
+        need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; every wait has a limit, in seconds")
+    for key in ("save_interval", "eval_interval", "num_rollout", "num_epoch", "rollout_max_prompt_len", "fixed_loss_length"):
+        value, least = getattr(cfg, key), 0 if key == "num_rollout" else 1
+        need(value is None or value >= least, f"{key}={value} must be at least {least}; or leave it unset (None)")
+    validate_layout(cfg)
+    validate_batch(cfg)
+    validate_algorithm(cfg)
+    validate_eval(cfg)
+    validate_passthrough(cfg)
+
+
+def validate_layout(cfg: Config) -> None:
+    tp, pp, world = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.actor_num_gpus
+    need(world % (tp * pp) == 0,
+         f"actor_num_gpus {world} is not a multiple of tp {tp} * pp {pp}; "
+         f"set actor_num_gpus={tp * pp * max(world // (tp * pp), 1)}")
+    need(not cfg.sequence_parallel or tp > 1, "sequence_parallel needs tensor parallelism; set tensor_model_parallel_size=2")
+    engines, per_engine = cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine
+    need(engines % per_engine == 0, f"rollout_num_gpus {engines} is not a multiple of rollout_num_gpus_per_engine "
+         f"{per_engine}; set rollout_num_gpus={per_engine * max(engines // per_engine, 1)}")
+    need(cfg.device != "cpu" or per_engine == 1, "SGLang runs an engine on one CPU process only; "
+         "set rollout_num_gpus_per_engine=1 and more engines through rollout_num_gpus")
+    need(not cfg.colocate or cfg.device == "cpu" or cfg.loss_type == "sft" or engines == world,
+         f"colocated, both sides share the same GPUs; set rollout_num_gpus={world} like actor_num_gpus, or remove it")
+    need(cfg.colocate or not (cfg.offload_train or cfg.offload_rollout),
+         "offload_train and offload_rollout are for GPUs that both sides share; set colocate=True or remove them")
+    need(cfg.update_weight_transport != "tensor" or cfg.colocate,
+         "update_weight_transport='tensor' hands memory over inside one machine; set colocate=True or use 'distributed'")
+    need(cfg.update_weight_transport != "distributed" or not cfg.colocate or cfg.device == "cpu",
+         "NCCL cannot join two processes of one GPU; colocated runs use update_weight_transport='tensor' (or 'disk')")
+
+
+def validate_batch(cfg: Config) -> None:
+    need(not cfg.async_mode or not cfg.colocate, "async_mode trains and generates at the same time, and colocated sides take "
+         "turns; set colocate=False and give the engines GPUs of their own (rollout_num_gpus)")
+    need(not cfg.async_mode or cfg.loss_type != "sft", "async_mode has nothing to generate with loss_type='sft'; remove it")
+    need(cfg.max_staleness >= cfg.async_mode, "with async_mode samples are one weight update old; set max_staleness=1")
+    per_rollout, steps, gbs = cfg.rollout_batch_size * samples_per_group(cfg), cfg.num_steps_per_rollout, cfg.global_batch_size
+    need(gbs * steps == per_rollout, f"global_batch_size {gbs} * num_steps_per_rollout {steps} != rollout_batch_size "
+         f"{cfg.rollout_batch_size} * n {samples_per_group(cfg)} = {per_rollout}; set global_batch_size={per_rollout // steps}"
+         + ("" if per_rollout % steps == 0 else " and a num_steps_per_rollout that divides it"))
+    dp = cfg.actor_num_gpus // (cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size)
+    need(gbs >= dp, f"global_batch_size {gbs} leaves some of the {dp} data-parallel ranks without a sample; "
+         f"set it to at least {dp}")
+    need(cfg.over_sampling_batch_size >= cfg.rollout_batch_size, f"over_sampling_batch_size {cfg.over_sampling_batch_size} "
+         f"is below rollout_batch_size; set it to at least {cfg.rollout_batch_size}")
+    need(cfg.rollout_temperature > 0 or cfg.loss_type == "sft", "rollout_temperature must be > 0: temperature 0 is greedy "
+         "decoding, which is no policy to take gradients of; set rollout_temperature=1.0 (eval_temperature may be 0)")
+    need(0 < cfg.rollout_top_p <= 1, f"rollout_top_p={cfg.rollout_top_p} must be in (0, 1]; set rollout_top_p=1.0")
+    if cfg.rollout_max_context_len and cfg.rollout_max_prompt_len:
+        need(cfg.rollout_max_prompt_len < cfg.rollout_max_context_len, "rollout_max_prompt_len leaves no room for a response; "
+             f"set it to at most rollout_max_context_len - 1 = {cfg.rollout_max_context_len - 1}")
+    need(not cfg.mask_offpolicy_in_partial_rollout or cfg.partial_rollout,
+         "mask_offpolicy_in_partial_rollout has no effect without partial_rollout; set partial_rollout=True")
+
+
+def validate_algorithm(cfg: Config) -> None:
+    if cfg.loss_type == "sft":
+        need(not cfg.sft_data, "sft_data is trained beside samples; with loss_type='sft' the rows are prompt_data: remove it")
+        return
+    need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg) or cfg.use_opd,
+         "no reward is set; set rm_type to a grader of rewards.py or custom_rm to a function (args, sample) -> float")
+    need((cfg.loss_type == "custom_loss") == (cfg.custom_loss_function is not None), "loss_type='custom_loss' and "
+         "custom_loss_function=a function (args, LossInput) -> loss, metrics belong together; set both or neither")
+    need(cfg.rm_type != "remote_rm" or cfg.rm_url,
+         "rm_type='remote_rm' asks a server for the reward; set rm_url='http://...'")
+    need(not cfg.group_rm or cfg.custom_rm, "group_rm hands whole groups to custom_rm; set custom_rm to a function "
+         "(args, samples) -> list of rewards")
+    need(cfg.rm_type not in ("dapo", "boxed_dapo") or cfg.custom_rm or cfg.reward_key,
+         f"rm_type={cfg.rm_type!r} gives a dict (score, acc, pred); set reward_key='score' to train on its +1 or -1")
+    need(not (cfg.kl_coef and cfg.kl_loss_coef), "only one of kl_coef (KL in the reward) and kl_loss_coef (KL in the loss) "
+         "can be set; set kl_coef=0")
+    need(not cfg.kl_loss_coef or cfg.use_kl_loss, "kl_loss_coef has no effect without use_kl_loss; set use_kl_loss=True")
+    need(not cfg.use_kl_loss or cfg.kl_loss_coef, "use_kl_loss with kl_loss_coef=0 would load and run a reference for "
+         "nothing; set kl_loss_coef=0.001 or use_kl_loss=False")
+    need(not cfg.ref_load or cfg.use_kl_loss or cfg.kl_coef,
+         "ref_load is set but nothing reads the reference; set use_kl_loss=True")
+    need(0 < cfg.eps_clip <= 1, f"eps_clip={cfg.eps_clip} must be in (0, 1]; set eps_clip=0.2")
+    need(cfg.eps_clip_c is None or cfg.eps_clip_c > 1, f"eps_clip_c={cfg.eps_clip_c}: dual clip needs a bound above 1; "
+         "set eps_clip_c=3.0 or leave it unset")
+    need(not (cfg.calculate_per_token_loss and cfg.fixed_loss_length),
+         "calculate_per_token_loss and fixed_loss_length are two different denominators; set one of them")
+    need(0 <= cfg.gamma <= 1 and 0 <= cfg.lambd <= 1, f"gamma={cfg.gamma} and lambd={cfg.lambd} must be in [0, 1]; set both "
+         "to 1.0, as is usual for language models")
+    longest = cfg.rollout_max_response_len
+    need(cfg.overlong_buffer_len is None or 0 < cfg.overlong_buffer_len <= longest,
+         f"overlong_buffer_len={cfg.overlong_buffer_len} must lie within rollout_max_response_len={longest}; "
+         f"set it to {max(1, longest // 4)}")
+    validate_corrections(cfg)
+    validate_critic(cfg)
+    validate_teachers(cfg)
+
+
+def validate_corrections(cfg: Config) -> None:
+    """What sets right that sampler and trainer are two policies."""
+    need(not cfg.use_unbiased_kl or cfg.use_kl_loss, "use_unbiased_kl is about the KL in the loss; set use_kl_loss=True")
+    need(not (cfg.use_tis and cfg.use_rollout_logprobs), "use_tis weighs trainer against engine by old_logp - rollout_logp, "
+         "and use_rollout_logprobs makes the two the same; set one of them")
+    for key in ("tis_level", "tis_mode", "tis_clip", "tis_clip_low"):
+        need(cfg.use_tis or getattr(cfg, key) == FIELDS[key].default, f"{key} has no effect without use_tis; set use_tis=True")
+    need(0 <= cfg.tis_clip_low < cfg.tis_clip, f"tis_clip_low={cfg.tis_clip_low} must be at least 0 and below "
+         f"tis_clip={cfg.tis_clip}; set tis_clip_low=0.0")
+    one_policy = cfg.num_steps_per_rollout == 1 and not cfg.use_rollout_logprobs
+    need(not (cfg.use_opsm and one_policy), "use_opsm compares the current policy with the old one, and with one optimizer "
+         "step per rollout they are the same; set use_rollout_logprobs=True, or num_steps_per_rollout=2")
+    if cfg.true_on_policy_mode:
+        same = dict(num_steps_per_rollout=1, async_mode=False, partial_rollout=False, max_staleness=0, rollout_top_p=1.0,
+                    rollout_top_k=-1, on_invariant="raise")
+        for key, must in same.items():
+            value = getattr(cfg, key)
+            need(value == must, f"true_on_policy_mode: {key}={value!r} would train another policy than the one that samples, "
+                 f"or would not tell; set {key}={must!r}")
+
+
+def validate_critic(cfg: Config) -> None:
+    for key in cfg.critic.keys() - CRITIC_FIELDS:
+        near = difflib.get_close_matches(key, CRITIC_FIELDS, 1, 0.4)
+        raise ValueError(f"critic[{key!r}] cannot be set; " + (f"did you mean {near[0]!r}?" if near else
+                                                              f"use one of {sorted(CRITIC_FIELDS)}"))
+    check_types(cfg.critic, "critic: ")
+    tp_pp, own = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size, cfg.critic_num_gpus
+    need(own is None or (own > 0 and own % tp_pp == 0), f"critic_num_gpus={own} is not a multiple of tp * pp = {tp_pp}, which "
+         f"the critic shares with the actor; set critic_num_gpus={tp_pp}")
+    need(own is None or not cfg.colocate or cfg.device == "cpu", "critic_num_gpus gives the critic GPUs of its own, and with "
+         "colocate all share the same; remove one of the two")
+    need(cfg.num_critic_only_steps >= 0, f"num_critic_only_steps={cfg.num_critic_only_steps} must be 0 or more")
+    need(cfg.value_clip > 0, f"value_clip={cfg.value_clip} must be positive; set value_clip=0.2")
+
+
+def validate_teachers(cfg: Config) -> None:
+    """Distillation, and examples beside the samples."""
+    teachers = [key for key in ("opd_teacher_load", "opd_teacher_url") if getattr(cfg, key)]
+    need(not cfg.use_opd or len(teachers) == 1, f"use_opd needs one teacher, it has {teachers or 'none'}; set "
+         "opd_teacher_load to a Hugging Face folder of the model's own shape, or opd_teacher_url to an SGLang server")
+    need(cfg.use_opd or not teachers, f"{' and '.join(teachers)} has no effect without use_opd; set use_opd=True")
+    need(not cfg.use_opd or cfg.opd_kl_coef > 0, f"use_opd with opd_kl_coef={cfg.opd_kl_coef} would run a teacher for "
+         "nothing; set opd_kl_coef=1.0")
+    need(not cfg.opd_teacher_url or cfg.rollout_temperature == 1, "the server gives its log-probs at temperature 1; set "
+         "rollout_temperature=1.0, or use opd_teacher_load")
+    examples, steps = cfg.sft_batch_size, cfg.num_steps_per_rollout
+    need(bool(cfg.sft_data) == (examples > 0), f"sft_data and sft_batch_size={examples} belong together; set both, or neither")
+    need(examples == 0 or examples >= steps, f"sft_batch_size={examples} leaves optimizer steps without an example; "
+         f"set it to at least {steps}")
+
+
+def has_row_rewards(cfg: Config) -> bool:
+    """reasoning-gym tasks bring their own verifier. A row of a file may name one too, but not every row has to: those
+    need rm_type all the same, as the default."""
+    return isinstance(cfg.prompt_data, dict)
+
+
+def validate_eval(cfg: Config) -> None:
+    need(not cfg.eval_prompt_data or cfg.loss_type != "sft", "loss_type='sft' starts no engine, so nothing can be evaluated; "
+         "remove eval_prompt_data, and evaluate in the run that comes after it")
+    need(cfg.eval_interval is None or cfg.eval_prompt_data, "eval_interval is set but there is nothing to evaluate on; "
+         "set eval_prompt_data = dict(name='file.jsonl')")
+    allowed = eval_fields()
+    for name in cfg.eval_prompt_data:
+        where, own = f"eval_prompt_data[{name!r}]", eval_settings(cfg, name)
+        for key in own.keys() - allowed:
+            near = difflib.get_close_matches(key, allowed, 1, 0.4)
+            raise ValueError(f"{where}: unknown setting {key!r}; "
+                             + (f"did you mean {near[0]!r}?" if near else f"use one of {sorted(allowed)}"))
+        need(own.get("prompt_data"), f"{where} has no prompt_data of its own; add prompt_data='file.jsonl'")
+        check_types(own, f"{where}: ")
+        eval_config(cfg, name)               # imports its hooks
+
+
+def eval_fields() -> set[str]:
+    """The settings that a held-out set may have of its own."""
+    return {"prompt_data", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_max_response_len",
+            "rm_type", "custom_rm", "input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template",
+            "apply_chat_template_kwargs", "rollout_max_prompt_len", "eval_reward_key", "custom_generate_function"}
+
+
+def validate_passthrough(cfg: Config) -> None:
+    """`megatron` and `sglang` name fields of the packages' own dataclasses; what nanoslime sets itself is refused there."""
+    if cfg.megatron or cfg.critic.get("megatron"):
+        from megatron.core.distributed import DistributedDataParallelConfig   # 5 s to import, so only when asked
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        check_passthrough("megatron", cfg.megatron | cfg.critic.get("megatron", {}),
+                          (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig),
+                          {"tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "lr", "min_lr",
+                           "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "use_distributed_optimizer",
+                           "params_dtype", "bf16", "calculate_per_token_loss"})
+    if cfg.sglang:
+        from sglang.srt.server_args import ServerArgs
+        check_passthrough("sglang", cfg.sglang, (ServerArgs,), {
+            "model_path", "host", "port", "tp_size", "dtype", "random_seed", "device", "base_gpu_id", "dist_init_addr",
+            "nnodes", "node_rank"})
+
+
+def check_passthrough(name: str, given: dict, classes: tuple, ours: set[str]) -> None:
+    fields = {f.name: f for cls in classes for f in dataclasses.fields(cls)}
+    for key, value in given.items():
+        need(key not in ours, f"{name}[{key!r}] is set by nanoslime from its own settings; "
+             f"remove it there and use the field of configs/base.py")
+        near = difflib.get_close_matches(key, fields, 1, 0.5)
+        need(key in fields, f"{name}[{key!r}] is not a field of {' or '.join(c.__name__ for c in classes)}"
+             + (f"; did you mean {near[0]!r}?" if near else f"; see {classes[0].__module__}"))
+        default = fields[key].default
+        # Their annotations are too loose to check by; the default's own type says what is meant.
+        if type(default) in (bool, int, float, str) and value is not None:
+            fitting = fits(value, type(default)) or (type(default) is int and isinstance(value, float))
+            need(fitting, f"{name}[{key!r}]={value!r} is {type(value).__name__}, but its default is {default!r}; "
+                 f"give a {type(default).__name__}")
