@@ -97,7 +97,7 @@ def group_rewards(cfg, rewards: list[float], groups: list[int]) -> list[float]:
 # ---- Advantages: one number a token, on the rank that has the sample -------------------------------------------------------
 @dataclass
 class AdvantageInput:
-    """The samples of one data-parallel rank as rows, padded on the right. fp32"""
+    """The samples of one data-parallel rank as rows, padded on the right. fp32; T at least 1"""
     rewards: Tensor                      # [B] from group_rewards
     mask: Tensor                         # [B, T] 1: trainable; 0: a tool's token, or padding
     old_logp: Tensor | None = None       # [B, T] where something reads it: kl_coef, distillation
@@ -139,7 +139,7 @@ def discounted_sums(x: Tensor, decay: float, chunk: int = 128) -> Tensor:
     batch, total = x.shape
     if total <= 1:
         return x.clone()
-    x = torch.nn.functional.pad(x, (0, -total % chunk)).view(batch, -1, chunk)                    # [B, T/c, c]
+    x = torch.nn.functional.pad(x, (0, -total % chunk)).unflatten(1, (-(-total // chunk), chunk)) # [B, T/c, c]
     i = torch.arange(chunk, device=x.device)
     powers = torch.where(i[:, None] >= i, decay ** (i[:, None] - i).clamp(min=0).to(x.dtype), 0)  # [c, c]
     y = x @ powers                                                                                # [B, T/c, c]
@@ -198,7 +198,8 @@ def gae(cfg, x: AdvantageInput) -> Tensor:
 def whiten(a: Tensor, mask: Tensor, group=None) -> Tensor:
     """(A - mean) / sqrt(var + 1e-8) over the trainable tokens of all ranks of `group`; the variance is the unbiased one, as
     upstream. Every rank must call it, also one that has no sample. [B, T]"""
-    count, total = all_reduce(torch.stack([mask.double().sum(), (a * mask).double().sum()]), ReduceOp.SUM, group)
+    a = torch.where(mask != 0, a, 0)         # a custom function's may be anything there
+    count, total = all_reduce(torch.stack([mask.double().sum(), a.double().sum()]), ReduceOp.SUM, group)
     mean = total / count.clamp(min=1)
     square = all_reduce(((a - mean).square() * mask).sum().double(), ReduceOp.SUM, group)
     return ((a - mean) / (square / (count - 1).clamp(min=1) + 1e-8).sqrt() * mask).to(a.dtype)
@@ -251,14 +252,16 @@ class LossInput:
     old_values: Tensor | None = None    # [R] before the first update on this rollout
     returns: Tensor | None = None       # [R] what the values should have been
     sft_weight: Tensor | None = None    # [R] weight of the tokens of sft_data, whose `weight` is 0
+    sft_logp: Tensor | None = None      # [R] their logp, made below
 
     def __post_init__(self):
         """A masked token may hold inf or NaN (a log-prob that nobody asked for). It is zeroed here, before any loss sees it:
         masked afterwards, its gradient would be 0 * inf, which is NaN."""
-        trained = self.weight != 0 if self.sft_weight is None else (self.weight != 0) | (self.sft_weight != 0)
-        for name in vars(self).keys() - {"weight", "sample", "sft_weight"}:
+        if self.sft_weight is not None and self.logp is not None:
+            self.sft_logp = torch.where(self.sft_weight != 0, self.logp, 0)
+        for name in vars(self).keys() - {"weight", "sample", "sft_weight", "sft_logp"}:
             if getattr(self, name) is not None:
-                setattr(self, name, torch.where(trained, getattr(self, name), 0))
+                setattr(self, name, torch.where(self.weight != 0, getattr(self, name), 0))
 
 
 def sample_sums(values: Tensor, x: LossInput) -> tuple[Tensor, Tensor]:
@@ -336,11 +339,14 @@ def check(cfg) -> None:
         (cfg.n_samples_per_prompt == 1 and one.rewards is not as_they_are and cfg.rewards_normalization and not cfg.use_opd,
          f"advantage_estimator={name!r} compares the samples of one prompt, and a group of 1 always has advantage 0; set "
          "n_samples_per_prompt=2 or more"),
-        (one.critic and not cfg.critic, f"advantage_estimator={name!r} needs a critic; set critic=dict(lr=1e-5), its learning "
-         "rate is about ten times the actor's"),
+        (one.critic and "lr" not in cfg.critic, f"advantage_estimator={name!r} needs a critic; set critic=dict(lr=1e-5), its "
+         "learning rate is about ten times the actor's"),
         (not one.critic and (cfg.critic or cfg.critic_num_gpus or cfg.num_critic_only_steps),
          f"critic, critic_num_gpus and num_critic_only_steps have no effect with advantage_estimator={name!r}, which has no "
          "critic; remove them, or set advantage_estimator='ppo'"),
+        ((cfg.gamma != 1 and one.advantages not in (gae, discounted_return)) or (cfg.lambd != 1 and one.advantages is not gae),
+         f"gamma={cfg.gamma}, lambd={cfg.lambd}: advantage_estimator={name!r} discounts nothing; leave them at 1.0 (gamma is "
+         "for ppo and reinforce_plus_plus, lambd for ppo)"),
         (one.clip is gspo_clip and cfg.use_tis and cfg.tis_level == "token",
          "gspo weighs whole sequences, and a weight for each token would part them again; set tis_level='geometric'"),
         (one.clip is cispo_clip and cfg.eps_clip_c is not None,
@@ -358,7 +364,7 @@ def policy_loss(cfg, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     loss = clipped policy gradient * importance weights - entropy_coef H + kl_loss_coef KL
     """
     old_logp = x.logp.detach() if x.old_logp is None else x.old_logp
-    log_ratio = x.logp - old_logp                                                                 # [R]
+    log_ratio = (x.logp - old_logp).clamp(-20, 20)         # [R] beyond e^88 the gradient would be inf * 0
     pg_loss, clipped = ADVANTAGES[cfg.advantage_estimator].clip(cfg, x, log_ratio)
     metrics = {"pg_clipfrac": clipped.float(), "ppo_kl": -log_ratio, "entropy_loss": x.entropy}
     if cfg.use_tis:
@@ -393,7 +399,7 @@ def mismatch_weight(cfg, x: LossInput, log_weight: Tensor) -> tuple[Tensor, Tens
     if cfg.tis_level != "token":
         total, count = sample_sums(log_weight, x)
         log_weight = total if cfg.tis_level == "sequence" else total / count
-    weight = log_weight.clamp(-20, 20).exp().detach()      # e^20: beyond it a product over a sequence may be inf
+    weight = log_weight.exp()
     outside = (weight < cfg.tis_clip_low) | (weight > cfg.tis_clip)
     if cfg.tis_mode == "truncate":
         return weight.clamp(cfg.tis_clip_low, cfg.tis_clip), outside
@@ -401,9 +407,9 @@ def mismatch_weight(cfg, x: LossInput, log_weight: Tensor) -> tuple[Tensor, Tens
 
 
 def off_policy_samples(cfg, x: LossInput, log_ratio: Tensor) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2 2512.02556, eq. 9): samples with A < 0 whose mean of old_logp - logp is above
-    opsm_delta. The policy has left them already; they teach how the old one erred. The paper's old policy is the engine's:
-    use_rollout_logprobs. -> whether to leave a token out [R]"""
+    """Off-policy sequence masking (DeepSeek-V3.2 2512.02556, eq. 9): tokens with A < 0 of samples whose mean of old_logp -
+    logp is above opsm_delta. The policy has left them already; they teach how the old one erred. The paper's old policy is
+    the engine's: use_rollout_logprobs. -> whether to leave a token out [R]"""
     total, count = sample_sums(-log_ratio.detach(), x)
     return (x.advantages < 0) & (total / count > cfg.opsm_delta)
 
@@ -415,7 +421,7 @@ def value_loss(cfg, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     plain, clipped = (x.values - x.returns).square(), (near - x.returns).square()
     per_token = torch.maximum(plain, clipped)
     return finish(cfg, x, per_token, {"value_loss": per_token, "value_clipfrac": (clipped > plain).float(),
-                                      "values": x.old_values, "returns": x.returns})
+                                      "values": x.old_values, "returns": x.returns})       # both before this rollout's updates
 
 
 def sft_loss(cfg, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
@@ -443,8 +449,8 @@ def finish(cfg, x: LossInput, per_token: Tensor, metrics: dict[str, Tensor]) -> 
     loss = total(per_token)
     sums = {name: total(values).detach() for name, values in metrics.items()}
     sums |= {"weight": x.weight.sum(), "tokens": (x.weight != 0).sum().float()}
-    if x.logp is not None and x.sft_weight is not None:    # rows of sft_data in the same micro-batch
-        nll = -(x.logp * x.sft_weight).sum()
+    if x.sft_logp is not None:               # rows of sft_data in the same micro-batch
+        nll = -(x.sft_logp * x.sft_weight).sum()
         loss = loss + cfg.sft_loss_coef * nll
         sums["sft_loss"] = nll.detach()
     if x.logp is not None:                   # the invariant "a log-prob is never positive" is checked on it

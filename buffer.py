@@ -16,6 +16,7 @@ A packed micro-batch of three samples (p prompt, r response, . padding that is a
 """
 import dataclasses
 import enum
+import itertools
 import json
 import pathlib
 import random
@@ -25,7 +26,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import Tensor
+
+import chat
 
 ENGINE_RESERVE = 7                           # tokens: SGLang refuses an input that leaves less room than this in its context
 
@@ -205,7 +209,7 @@ class DataSource:
         limit = min(cfg.rollout_max_prompt_len or self.context_len, self.context_len - (1 if sft else ENGINE_RESERVE))
         to_sample = self.sft_sample if sft else self.prompt_sample
         samples = []
-        for number, row in enumerate(rows):
+        for number, row in enumerate(track(rows, f"reading {len(rows)} rows", transient=True, disable=len(rows) < 5000)):
             try:
                 sample = to_sample(row)
             except (KeyError, TypeError, ValueError) as error:
@@ -231,8 +235,7 @@ class DataSource:
         tools = row[cfg.tool_key] if cfg.tool_key else None
         if cfg.apply_chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            prompt = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True,
-                                                        **cfg.apply_chat_template_kwargs)
+            prompt = chat.render(self.tokenizer, messages, tools, add_generation_prompt=True, **cfg.apply_chat_template_kwargs)
         if not isinstance(prompt, str):
             raise ValueError("the prompt is a list of messages; set apply_chat_template=True")
         # The template has written the special tokens already; a plain string gets the tokenizer's own (such as BOS).
@@ -244,41 +247,32 @@ class DataSource:
         return Sample(prompt=prompt, tokens=ids, label=label, metadata=metadata)
 
     def sft_sample(self, row: dict) -> Sample:
-        """A finished sample: a prompt and its label, or a conversation whose assistant turns are trained.
-
-        A message with step_loss_mask=0 is not trained. A turn's tokens are what the chat template adds when the turn is added;
-        a template that rewrites earlier turns has no such tokens, and is refused.
-        """
-        turns = row[self.cfg.input_key]
+        """A finished sample: a prompt and its label, or a conversation whose assistant turns are trained (chat.py says which
+        tokens are theirs); a message with step_loss_mask=0 is not."""
+        turns, cfg = row[self.cfg.input_key], self.cfg
         if isinstance(turns, str) or turns[-1]["role"] != "assistant":
-            sample = self.prompt_sample(row)
-            if sample.label is None:
+            label = row[cfg.label_key] if cfg.label_key else row.get("label")
+            if label is None:
                 raise ValueError("loss_type='sft' needs an answer: set label_key, or end the messages with an assistant turn")
-            answer = self.tokenizer(str(sample.label), add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
-            sample.append(answer, [0.0] * len(answer))
-            sample.response, sample.status = str(sample.label), Status.COMPLETED
-            return sample
-        first = next(i for i, m in enumerate(turns) if m["role"] == "assistant")
-        tools = row[self.cfg.tool_key] if self.cfg.tool_key else None
-        sample = Sample(prompt=turns[:first], tokens=self.render(turns[:first], tools, True), status=Status.COMPLETED)
-        for i in range(first, len(turns)):
-            train = turns[i]["role"] == "assistant" and turns[i].get("step_loss_mask", 1)
-            ask_next = i + 1 < len(turns) and turns[i + 1]["role"] == "assistant"
-            for header in (False, True)[:1 + ask_next]:   # the header of an assistant turn is the template's: not trained
-                whole = self.render(turns[:i + 1], tools, header)
-                if whole[:len(sample.tokens)] != sample.tokens:
-                    raise ValueError(f"the chat template rewrites earlier turns when turn {i} is added, so there is no exact "
-                                     "loss mask; use a template that only appends, or one row per assistant turn")
-                new, train = whole[len(sample.tokens):], bool(train and not header)
-                sample.append(new, [0.0] * len(new) if train else None, trainable=train)
-        sample.response = self.tokenizer.decode(sample.tokens[-sample.response_length:])
+            if not cfg.apply_chat_template:
+                sample = self.prompt_sample(row)
+                answer = self.tokenizer(str(label), add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+                sample.append(answer, [0.0] * len(answer))
+                sample.response, sample.status = str(label), Status.COMPLETED
+                return sample
+            turns = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
+            turns = [*turns, {"role": "assistant", "content": str(label)}]
+        tools = row[cfg.tool_key] if cfg.tool_key else None
+        ids, mask = chat.assistant_mask(self.tokenizer, turns, tools, **cfg.apply_chat_template_kwargs)
+        if 1 not in mask:
+            raise ValueError("no token of this conversation is trained; has every assistant turn step_loss_mask=0?")
+        at = mask.index(1)                   # what stands before is the prompt
+        sample = Sample(prompt=self.tokenizer.decode(ids[:at]), tokens=ids[:at], status=Status.COMPLETED)
+        for train, run in itertools.groupby(zip(ids[at:], mask[at:]), key=lambda pair: pair[1]):
+            run = [token for token, _ in run]
+            sample.append(run, [0.0] * len(run) if train else None, trainable=bool(train))
+        sample.response = self.tokenizer.decode(ids[at:])
         return sample
-
-    def render(self, messages, tools, add_generation_prompt: bool) -> list[int]:
-        text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
-                                                  add_generation_prompt=add_generation_prompt,
-                                                  **self.cfg.apply_chat_template_kwargs)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     # -- giving out
     def get_samples(self, num_samples: int) -> list[list[Sample]]:

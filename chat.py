@@ -71,7 +71,7 @@ def said(draw, messages: list[dict], i: int, text: str, special: str) -> tuple[i
     for stand_in in (plain, *keeping_calls(turn, word)):
         try:
             drawn = draw([*earlier, stand_in, *later])
-            gap = between(draw([*asker, stand_in, *later]), mark, word)
+            gap = draw([*asker, stand_in, *later]).partition(word)[0].rpartition(mark)[2]   # between the two
             next_marked = draw([*earlier, stand_in, *(with_content(m, mark) for m in later[:1]), *later[1:]])
         except (ValueError, TypeError):      # some templates want a call before each tool result
             continue
@@ -90,15 +90,14 @@ def said(draw, messages: list[dict], i: int, text: str, special: str) -> tuple[i
             # Else the next special token: gpt-oss ends earlier turns with another than the last, GLM with a header.
             usual = closing if closing and tail.startswith(closing) else re.match(rf"(\s*{special})?", tail)[0]
             return start, end + len(usual)
-    raise ValueError(f"message {i}: the chat template leaves out this assistant turn or the message after it, or "
-                     "changes other text with it, so its tokens cannot be told apart; give it step_loss_mask=0, or "
-                     "drop what the template leaves out")
+    raise ValueError(f"message {i}: the chat template leaves out this assistant turn or the message after it, or changes "
+                     "other text, so its tokens cannot be told apart; give it step_loss_mask=0 or drop what is left out")
 
 
 def habits(draw, asker: list[dict], plain: dict, mark: str, word: str, special: str) -> tuple[str, str, str]:
     """Around a last turn the template writes: what ends the message before, the generation prompt, the end tokens."""
-    answered = draw([*asker, plain])
-    gap, closing = between(answered, mark, word), re.match(rf"(\s*{special}+)?", answered.rpartition(word)[2])[0]
+    head, _, tail = draw([*asker, plain]).partition(word)
+    gap, closing = head.rpartition(mark)[2], re.match(rf"(\s*{special}+)?", tail)[0]
     silent, asked = (draw(asker, flag).rpartition(mark)[2] for flag in (False, True))
     ending = commonprefix([silent, asked])   # silent itself may go on, with an <|endoftext|> for example
     if ending == asked and not gap.removeprefix(ending).isspace():
@@ -119,8 +118,3 @@ def keeping_calls(turn: dict, word: str):
 def with_content(message: dict, word: str) -> dict:
     parts = isinstance(message.get("content"), list)
     return message | {"content": [{"type": "text", "text": word}] if parts else word}
-
-
-def between(text: str, mark: str, word: str) -> str:
-    """What the template writes between mark and word."""
-    return text.partition(word)[0].rpartition(mark)[2]

@@ -1,7 +1,8 @@
 """
 The demo by plain supervised learning: the same sums with their right answers, from the same start.
 
-    python train.py configs/sft_cpu.py          no engine; then configs/demo_cpu.py --num_rollout=0 --hf_checkpoint=... evaluates
+    python train.py configs/sft_cpu.py
+    python train.py configs/demo_cpu.py --num_rollout=0 --hf_checkpoint=outputs/sft_cpu-.../hf/iter_0000050       evaluates it
 """
 from configs.demo_sft import rows
 

@@ -3,7 +3,7 @@ test_algos.py: the maths against references written here, from the papers, and a
 
     closed form | plain Python loop | torch.autograd | central differences  ==  algos.py
 
-Run:   pytest tests/test_algos.py       CPU only, about 20 s. In fp64, so that a wrong formula cannot hide in rounding.
+Run:   pytest tests/test_algos.py       CPU only, about 15 s. In fp64, so that a wrong formula cannot hide in rounding.
 """
 import datetime
 import math
@@ -20,7 +20,7 @@ from helpers import make_cfg, run_workers
 
 each_estimator = pytest.mark.parametrize("name", algos.ADVANTAGES)
 seeds = st.integers(0, 10**6)
-properties = settings(max_examples=40, deadline=None)
+properties = settings(max_examples=150, deadline=None)
 
 
 def same(a, b, tol=1e-10):
@@ -153,9 +153,10 @@ def advantages_by_loop(cfg, reward, mask, old, ref, values):
     return out
 
 
+@each_estimator
 @properties
-@given(st.sampled_from(sorted(algos.ADVANTAGES)), seeds, st.integers(1, 4), st.integers(1, 7),
-       st.sampled_from([1.0, 0.9, 0.0]), st.sampled_from([1.0, 0.8, 0.0]), st.sampled_from([0.0, 0.3]))
+@given(seeds, st.integers(1, 4), st.integers(1, 9), st.sampled_from([1.0, 0.9, 0.0]), st.sampled_from([1.0, 0.8, 0.0]),
+       st.sampled_from([0.0, 0.3]))
 def test_advantages_equal_a_loop(name, seed, rows, width, gamma, lambd, kl_coef):
     """Where the mask is 0 there is NaN and inf; the order of the rows does not matter."""
     cfg, normal = make_cfg(advantage_estimator=name, gamma=gamma, lambd=lambd, kl_coef=kl_coef), draws(seed)
@@ -209,7 +210,6 @@ def test_whiten_equals_a_loop(rows, width, keep):
     same(algos.whiten(a, mask), f64(*whiten_by_loop(a.tolist(), mask.tolist())).view(rows, width))
 
 
-@pytest.mark.xfail(strict=True, reason="whiten multiplies by the mask: NaN from a custom_advantage_function spreads")
 def test_whiten_does_not_see_what_is_masked():
     a, mask = f64([1, 2, 4]), f64([1, 0, 1])
     same(algos.whiten(torch.where(mask != 0, a, math.nan), mask), algos.whiten(a, mask))
@@ -496,11 +496,7 @@ def test_a_nan_at_a_trained_token_is_seen(case):
 
 
 # ---- The other losses -----------------------------------------------------------------------------------------------
-SFT_JUNK = pytest.param(math.nan, marks=pytest.mark.xfail(
-    strict=True, reason="LossInput zeroes what no loss reads; at a token of sft_data the RL terms' junk stays"))
-
-
-@pytest.mark.parametrize("junk", [0.0, SFT_JUNK])
+@pytest.mark.parametrize("junk", [0.0, math.nan])
 @pytest.mark.parametrize("case", ["plain", "gspo all", "cispo all", "all"])
 def test_sft_tokens_beside_the_samples(case, junk):
     """Their loss is added, and no RL term sees them, whatever their advantages and other log-probs are."""

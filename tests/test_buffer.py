@@ -21,7 +21,7 @@ from buffer import ENGINE_RESERVE, DataSource, Sample, Status
 from helpers import make_cfg
 
 TEMPLATE = ("{% if tools %}tools {% for t in tools %}{{ t.name }} {% endfor %}{{ '\\n' }}{% endif %}"
-            "{% for m in messages %}({{ m.role }}) {{ m.content }}\n{% endfor %}"
+            "{% for m in messages %}({{ m.role }}) {{ m.content }}{{ '<eos>' if m.role == 'assistant' }}\n{% endfor %}"
             "{% if add_generation_prompt %}({% if short %}a{% else %}assistant{% endif %}) {% endif %}")
 
 
@@ -271,7 +271,8 @@ def test_sft_single_turn(tokenizer):
     assert tokenizer.decode(s.tokens) == "1+1=2<eos>" and trained_text(tokenizer, s) == ["2<eos>", ""]
     assert (s.response, s.status) == ("2", Status.COMPLETED)
     chat = sft(tokenizer, {"input": "1+1=", "label": 2}, apply_chat_template=True)
-    assert tokenizer.decode(chat.tokens) == "(user) 1+1=\n(assistant) 2<eos>" and chat.response_length == 2
+    assert tokenizer.decode(chat.tokens) == "(user) 1+1=\n(assistant) 2<eos>\n"             # what is behind its end is not its own
+    assert trained_text(tokenizer, chat) == ["2<eos>", "\n"]
     with pytest.raises(ValueError, match="needs an answer: set label_key, or end the messages with an assistant turn"):
         sft(tokenizer, {"input": "1+1="})
 
@@ -283,27 +284,35 @@ def turns(*contents, **extra):
 
 def test_sft_multi_turn(tokenizer):
     s = sft(tokenizer, {"input": turns("a", "b", "c", "d")})
-    assert tokenizer.decode(s.tokens) == "(user) a\n(assistant) b\n(user) c\n(assistant) d\n"
-    assert trained_text(tokenizer, s) == ["b\nd\n", "(user) c\n(assistant) "]
+    assert tokenizer.decode(s.tokens) == "(user) a\n(assistant) b<eos>\n(user) c\n(assistant) d<eos>\n"
+    assert trained_text(tokenizer, s) == ["b<eos>d<eos>", "\n(user) c\n(assistant) \n"]
     assert tokenizer.decode(s.tokens[:-s.response_length]) == "(user) a\n(assistant) "
 
 
 def test_sft_step_loss_mask(tokenizer):
     s = sft(tokenizer, {"input": turns("a", "b", "c", "d", b={"step_loss_mask": 0})})
-    assert trained_text(tokenizer, s) == ["d\n", "b\n(user) c\n(assistant) "]
+    assert trained_text(tokenizer, s) == ["d<eos>", "\n"]
+    assert tokenizer.decode(s.tokens[:-s.response_length]).endswith("b<eos>\n(user) c\n(assistant) ")
+    with pytest.raises(ValueError, match="no token of this conversation is trained; has every assistant turn step_loss_mask=0"):
+        sft(tokenizer, {"input": turns("a", "b", b={"step_loss_mask": 0})})
 
 
 def test_sft_two_assistant_turns_in_a_row(tokenizer):
     """The header of the second is the template's, not the model's."""
     rows = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}]
-    assert trained_text(tokenizer, sft(tokenizer, {"input": rows})) == ["b\nc\n", "(assistant) "]
+    assert trained_text(tokenizer, sft(tokenizer, {"input": rows})) == ["b<eos>c<eos>", "\n(assistant) \n"]
 
 
-def test_sft_refuses_a_template_that_rewrites(tokenizer, tmp_path):
-    rewriting = write_char_tokenizer(str(tmp_path))        # as those that cut the thinking out of earlier turns
+def test_sft_under_a_template_that_rewrites(tokenizer, tmp_path):
+    """As those that cut the thinking out of earlier turns: what is trained is what the model would see of them."""
+    rewriting = write_char_tokenizer(str(tmp_path))
     rewriting.chat_template = ("{% for m in messages %}({{ m.role }}) {% if loop.last %}{{ m.content }}{% else %}"
-                               "{{ m.content[:1] }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}(assistant) {% endif %}")
-    with pytest.raises(ValueError, match="row 0: the chat template rewrites earlier turns when turn 2 is added.*only appends"):
+                               "{{ m.content.split('=')[-1] }}{% endif %}<eos>\n{% endfor %}"
+                               "{% if add_generation_prompt %}(assistant) {% endif %}")
+    s = sft(rewriting, {"input": turns("a", "thought=bb", "c", "thought=d")})
+    assert trained_text(rewriting, s)[0] == "bb<eos>thought=d<eos>"
+    rewriting.chat_template = rewriting.chat_template.replace("split('=')[-1]", "upper()[:0]")
+    with pytest.raises(ValueError, match="row 0: message 1: the chat template leaves out this assistant turn.*step_loss_mask=0"):
         sft(rewriting, {"input": turns("a", "bb", "c", "d")})
 
 

@@ -275,10 +275,10 @@ def test_refusals(make):
         said(make, MISTRAL, "</s>", [*turns("hi", "hello"), RESULT, *turns("hi", "hello")[1:]])
     lines = [("{% if m.role != 'assistant' or loop.last %}", "message 1: the chat template leaves out this assistant turn"),
              ("{% if m.role != 'tool' %}", "or the message after it"),                      # a result not shown
-             ("{% if m.content != 'hello' %}", "so its tokens cannot be told apart; give it step_loss_mask=0"),
+             ("{% if m.content != 'hello' %}", "so its tokens cannot be told apart; give it step_loss_mask=0 or drop"),
              ("{{ (messages[1] or {'content': ''}).content if loop.first }}{% if 1 %}", "message 1"),    # its words twice
-             ("{{ (messages[1] or {'content': ''}).content[:1] if loop.first }}{% if 1 %}", "or changes other text with it"),
-             ("{{ (messages[1] or {'content': ''}).content[:1] if loop.last }}{% if 1 %}", "or changes other text with it")]
+             ("{{ (messages[1] or {'content': ''}).content[:1] if loop.first }}{% if 1 %}", "or changes other text, so"),
+             ("{{ (messages[1] or {'content': ''}).content[:1] if loop.last }}{% if 1 %}", "or changes other text, so")]
     messages = [*turns("hi", "hello"), RESULT, *turns("hi", "the answer")[1:]]
     for line, error in lines:
         template = "{% for m in messages %}" + line + r"{{ '<|' + m.role + '|>' + m.content + '</s>' }}{% endif %}{% endfor %}"
