@@ -52,12 +52,12 @@ def _softmax_sums(z, top, column, inside, temperature, columns):
 
 
 @fused
-def _logits_grad(z, column, inside, lse, entropy, d_logp, d_entropy, temperature, columns):
-    """d logp / dz = onehot - p;  dH / dz = -p (log p + H). -> dz [c, V/tp] in the dtype of z"""
+def _logits_grad(z, column, inside, lse, entropy, d_logp, d_entropy, temperature, columns, dtype):
+    """d logp / dz = onehot - p;  dH / dz = -p (log p + H). -> dz [c, V/tp]"""
     log_p = (_scaled(z, temperature, columns) - lse[:, None]).clamp(min=-1e30)
     dz = -log_p.exp() * (d_logp[:, None] + d_entropy[:, None] * (log_p + entropy[:, None]))
     here = (torch.arange(z.shape[1], device=z.device) == column[:, None]) & inside[:, None]
-    return ((dz + d_logp[:, None].where(here, 0)) / temperature).to(z.dtype)
+    return ((dz + d_logp[:, None].where(here, 0)) / temperature).to(dtype)
 
 
 def _scaled(z, temperature, columns):
@@ -75,11 +75,11 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_start, vocab_size, chunk, group):
+    def forward(ctx, hidden, weight, targets, temperature, vocab_start, vocab_size, chunk, group, wide):
         logp, entropy, lse = (torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device) for _ in range(3))
         for s in range(0, len(targets), chunk):
             part = slice(s, s + chunk)
-            z = hidden[part] @ weight.T                                                   # [c, V/tp]
+            z = _logits(hidden[part], weight, wide)                                       # [c, V/tp]
             column, inside = _column(targets[part], vocab_start, weight)                  # [c]
             top = all_reduce(_largest(z, temperature, vocab_size - vocab_start), dist.ReduceOp.MAX, group)
             sums = _softmax_sums(z, top, column, inside, temperature, vocab_size - vocab_start)
@@ -88,24 +88,31 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             entropy[part] = total.log() - pz / total                                      # H = log Z - sum p z
             lse[part] = top + total.log()
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.args = temperature, vocab_start, vocab_size, chunk
+        ctx.args = temperature, vocab_start, vocab_size, chunk, wide
         return logp, entropy
 
     @staticmethod
     def backward(ctx, d_logp, d_entropy):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        temperature, vocab_start, vocab_size, chunk = ctx.args
+        temperature, vocab_start, vocab_size, chunk, wide = ctx.args
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=_wide(weight))  # fp32: a bf16 sum over chunks would lose small terms
         for s in range(0, len(targets), chunk):
             part = slice(s, s + chunk)
-            z = hidden[part] @ weight.T
+            z = _logits(hidden[part], weight, wide)
             column, inside = _column(targets[part], vocab_start, weight)
             dz = _logits_grad(z, column, inside, lse[part], entropy[part], d_logp[part], d_entropy[part], temperature,
-                              vocab_size - vocab_start)
+                              vocab_size - vocab_start, weight.dtype)
             d_hidden[part] = dz @ weight        # this rank's share: summed over TP ranks by whoever made `hidden`
             add_product(d_weight, dz.T, hidden[part])
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), *[None] * 7
+
+
+def _logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
+    """[c, H], [V/tp, H] -> [c, V/tp] in their dtype, or with `wide` in fp32: a logit of 20 in bf16 is rounded to 0.06."""
+    if wide and hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return hidden @ weight.T if not wide else hidden.to(_wide(hidden)) @ weight.to(_wide(weight)).T
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -134,11 +141,13 @@ def all_reduce(x: Tensor, op, group) -> Tensor:
 
 
 def log_probs_and_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, vocab_size: int,
-                          chunk: int = 1024, vocab_start: int = 0, group=None) -> tuple[Tensor, Tensor]:
+                          chunk: int = 1024, vocab_start: int = 0, group=None,
+                          fp32_logits: bool = False) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, in nats.
 
     hidden [R, H]: state that predicts each target; weight [V/tp, H]: this rank's rows of the output matrix, the first of
     which is row `vocab_start`; targets [R]: global token ids. Divides logits by the rollout temperature, because the policy
-    that sampled was softmax(z / temperature). Returns logp [R], entropy [R] in fp32, differentiable.
+    that sampled was softmax(z / temperature). Returns logp [R], entropy [R] in fp32, differentiable. fp32_logits: bf16 logits
+    would be rounded before the softmax; twice the memory of a chunk.
     """
-    return _LogProbsAndEntropy.apply(hidden, weight, targets, temperature, vocab_start, vocab_size, chunk, group)
+    return _LogProbsAndEntropy.apply(hidden, weight, targets, temperature, vocab_start, vocab_size, chunk, group, fp32_logits)

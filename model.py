@@ -272,7 +272,8 @@ class MegatronModel:
         return logprobs.log_probs_and_entropy(
             hidden[:, 0].index_select(0, batch.logit_index), self.module.output_weight(), batch.targets,   # [R, H]: no prompts
             temperature=self.cfg.rollout_temperature if self.cfg.loss_type != "sft" else 1.0, vocab_size=self.vocab_size,
-            chunk=self.cfg.log_probs_chunk_size, vocab_start=self.rows * self.grid.tp_rank, group=self.grid.tp_group)
+            chunk=self.cfg.log_probs_chunk_size, vocab_start=self.rows * self.grid.tp_rank, group=self.grid.tp_group,
+            fp32_logits=self.cfg.true_on_policy_mode)
 
     def values(self, batch: PackedBatch, hidden: Tensor) -> Tensor:
         """A critic's last hidden states -> V of the response tokens [R]."""

@@ -53,7 +53,8 @@ def draw(curves: dict[str, dict[int, float]], path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for style, (name, points) in enumerate(curves.items()):
-        axes.plot(points.keys(), points.values(), label=name, marker="osv^D*"[style % 6], markersize=4)
+        axes.plot(points.keys(), points.values(), "--" if len(points) == 2 else "-", label=name, marker="osv^D*"[style % 6],
+                  markersize=4)              # dashed: only its ends were evaluated
     axes.set(xlabel="step (512 answers)", ylabel="held-out sums solved, greedy", ylim=(0.5, 1.02))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

@@ -141,7 +141,8 @@ class Config:
     normalize_advantages: bool | None = None # whiten over all trained tokens of a rollout; None: as the estimator's paper
     gamma: float = 1.0                       # discount, for ppo and reinforce_plus_plus
     lambd: float = 1.0                       # GAE's lambda, for ppo (1506.02438)
-    true_on_policy_mode: bool = False        # refuse all that makes trainer and sampler two policies; assert it at every step
+    true_on_policy_mode: bool = False        # as near as a device allows: refuse what makes trainer and sampler two policies,
+    #                                          fp32 logits on both sides, a tight max_logprob_diff asserted at every step
     num_steps_per_rollout: int = 1           # optimizer steps on one rollout
     global_batch_size: int | None = None     # samples of one optimizer step; None: P * n / num_steps_per_rollout
     rewards_normalization: bool = True       # subtract the group's mean
@@ -346,6 +347,8 @@ def resolve(cfg: Config) -> Config:
     if cfg.max_logprob_diff is None:         # what is healthy is in README's table of metrics
         wide = new.get("dtype", cfg.dtype) == "float32"
         new["max_logprob_diff"] = (1e-5 if wide else 0.05) if cfg.true_on_policy_mode else 1e-4 if wide else 0.1
+    if cfg.true_on_policy_mode and device == "cuda":         # logits in fp32 on both sides: bf16 rounds one of 20 by 0.06
+        new["sglang"] = {"enable_fp32_lm_head": True} | cfg.sglang
     if cfg.health_check_interval_s is None:
         new["health_check_interval_s"] = 10.0 if device == "cuda" else 60.0
     return dataclasses.replace(cfg, **new)

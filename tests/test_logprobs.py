@@ -69,6 +69,13 @@ def test_log_probs_of_bf16_come_in_fp32():
         torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
     d_hidden, d_weight = gradients(*got, hidden, weight)
     assert d_hidden.dtype == d_weight.dtype == torch.bfloat16
+    # With fp32 logits nothing is rounded on the way: what is left is fp32's own 1e-7 of a logit.
+    wide = logprobs.log_probs_and_entropy(hidden, weight, targets, vocab_size=V, chunk=2, fp32_logits=True)
+    for x, y in zip(wide, want):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+    for x, y in zip(gradients(*wide, hidden, weight), gradients(*want, hidden, weight)):
+        assert x.dtype == torch.bfloat16
+        torch.testing.assert_close(x.double(), y.double(), rtol=2e-2, atol=2e-2)
 
 
 def test_log_probs_extremes():
