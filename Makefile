@@ -1,6 +1,6 @@
 # make demo   everything from nothing: a virtual environment, the pinned packages (9.4 GB), then the demo
 # make test   the same set-up, then the whole test suite, with the real engines
-# make layouts  the same set-up, then each method under each layout: the README's table, in two minutes
+# make layouts  the same set-up, then each method under each layout: the README's table, in three minutes
 PYTHON ?= python3
 VENV ?= .venv
 

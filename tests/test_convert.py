@@ -212,6 +212,21 @@ def test_names_shapes_and_rope_match_a_real_gptmodel(folders, megatron, case):
     assert torch.equal(frequencies, hf_rope.inv_freq) and factor == hf_rope.attention_scaling == 1.0
 
 
+def test_models_that_cannot_stand_where_they_are_given(folders, tmp_path):
+    """A critic is no policy; a reference or a teacher has the trainer's shape. That critics load and are written: test_layouts.py."""
+    policy = convert.load_hf_config(folders / "qwen3")
+    critic = convert.value_config(policy)
+    assert convert.hf_names(critic) == convert.hf_names(policy) - {"lm_head.weight"} | {"score.weight"}
+    assert not convert.has_value_head(policy) and convert.family(critic)
+    convert.check_policy(policy)
+    with pytest.raises(ValueError, match="Qwen3ForSequenceClassification, a critic or a reward model; give a causal language model"):
+        convert.check_policy(critic)
+    convert.check_same_shape(policy, folders / "qwen3")
+    for other, what in (("qwen2", "model_type = qwen2"), ("qwen3_tied", "tie_word_embeddings = True")):
+        with pytest.raises(ValueError, match=f"has {what}, the trained model .*same shape .*opd_teacher_url"):
+            convert.check_same_shape(policy, folders / other)
+
+
 def test_transformer_engine_names_are_the_same_rules():
     cfg = make_config("qwen3")
     for te, local in (("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -243,7 +258,8 @@ YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_
         ("qwen3", dict(attention_dropout=0.1), "attention_dropout"),
         ("qwen3", dict(hidden_act="gelu"), "hidden_act"),
         ("qwen3", dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
-        ("qwen3", dict(architectures=["Qwen3ForSequenceClassification"]), "architectures"),
+        ("qwen3", dict(architectures=["Qwen3ForTokenClassification"]), "architectures"),
+        ("qwen3", dict(architectures=["Qwen3ForSequenceClassification"]), "id2label.*a critic has one label"),
         ("qwen2", dict(logit_softcap=30.0), "logit_softcap.*does not know this key"),
         ("llama", dict(sliding_window=64), "sliding_window.*does not know this key"),
     ],

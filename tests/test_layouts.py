@@ -3,7 +3,7 @@ test_layouts.py: does a method compute the same however the work is split? Every
 
     fixed samples --actor.TrainActor, CriticActor--> loss, grad norm of 2 optimizer steps    1 process == any other layout
 
-Run:   make layouts   (pytest -q -s tests/test_layouts.py)     CPU only, about 2 minutes; prints the README's table
+Run:   make layouts   (pytest -q -s tests/test_layouts.py)     CPU only, about 3 minutes; prints the README's table
 
 The actors are run as they are, without Ray: this file does the driver's part. The second step starts from weights that the
 first one changed, so clips, importance weights and off-policy masks are at work there.
