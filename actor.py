@@ -92,7 +92,7 @@ class TrainActor:
                     self.add_outputs(data, steps, "log_probs")
             if self.grid.is_last_stage:      # where log-probs are, and the loss
                 algos.compute_advantages(self.cfg, data, self.model.device, self.grid.dp_group)
-        answer = {"steps": [], "times": times, "flops": 0.0, "returns": dict(zip(own, data.get("returns", ())))}
+        answer = {"steps": [], "times": times, "flops": 0.0, "returns": self.told(own, data, "returns")}
         if update:
             with timed(times, "actor_train_time"):
                 answer["steps"] = self.optimizer_steps(data, steps, algos.LOSSES[self.cfg.loss_type])
@@ -111,6 +111,10 @@ class TrainActor:
         local = {i: k for k, i in enumerate(own)}
         return data, [[[local[i] for i in one] for one in batches] for batches in steps], own
 
+    def told(self, own: list[int], data: dict, key: str) -> dict:
+        """{position in the whole data: [R_i]}, of the one rank that speaks for those that hold the same."""
+        return dict(zip(own, data[key])) if key in data and self.grid.tp_rank == 0 else {}
+
     def optimizer_steps(self, data: dict, steps: list, loss) -> list[dict]:
         import buffer
         out = []
@@ -126,13 +130,21 @@ class TrainActor:
             self.model.start_sleep()
         elif self.cfg.offload_rollout:
             torch.cuda.empty_cache()         # the activations' memory, to the engine
+        self.leave_room()
+
+    def leave_room(self) -> None:
+        """Actor and critic on the same GPU: what one's passes needed, the other's need next."""
+        import torch
+        if self.cfg.critic and not self.cfg.critic_num_gpus and self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def needs_old_log_probs(self, step: int, optimizer_steps: int) -> bool:
         """With one optimizer step the old policy is the current one, so old := logp.detach() saves a whole pass, where nothing
-        else reads the old log-probs. Step 0 does not save it: that two passes over the same tokens agree (ppo_kl = 0) is a
-        check of everything in between."""
-        reads = self.cfg.kl_coef or self.cfg.use_opd or self.cfg.custom_advantage_function
-        return optimizer_steps > 1 or step == 0 or bool(reads)
+        else reads the old log-probs. The actor's first step does not save it: that two passes over the same tokens agree
+        (ppo_kl = 0) is a check of everything in between."""
+        cfg = self.cfg
+        reads = cfg.kl_coef or cfg.use_opd or cfg.custom_advantage_function or cfg.custom_loss_function
+        return optimizer_steps > 1 or step == cfg.num_critic_only_steps or bool(reads)
 
     def add_outputs(self, data: dict, steps: list, key: str) -> None:
         """data[key] = log-probs (a critic's: values) under the weights now in the model, per sample. Only the last pipeline
@@ -187,7 +199,8 @@ class CriticActor(TrainActor):
         """V of every response token before this rollout's updates. -> {position in the data: [R_i]}"""
         data, steps, own = self.own_part(data, plan)
         self.add_outputs(data, steps, "values")
-        return dict(zip(own, data.get("values", ())))
+        self.leave_room()
+        return self.told(own, data, "values")
 
     def train(self, step: int, data: dict, plan: list) -> dict:
         """The critic's optimizer steps. data: with the values from above, and the returns that the actors made of them."""
@@ -294,7 +307,11 @@ class Trainers:
     def load(self, folder: pathlib.Path) -> dict:
         """The inverse of save. -> extra"""
         if self.critic:
-            self.critic.load(folder.parent / "critic" / folder.name)
+            own = folder.parent / "critic" / folder.name
+            if not own.exists():
+                raise ValueError(f"{folder} was saved without a critic; start a new run from its Hugging Face folder: "
+                                 f"--hf_checkpoint={folder.parent.parent / 'hf' / folder.name}")
+            self.critic.load(own)
         return self.call("load", str(folder))
 
     def sleep(self) -> None:
@@ -347,6 +364,6 @@ class Trainers:
 
 
 def merged(parts) -> list:
-    """{position in the data: tensor} of every rank -> the tensors in order. Ranks that hold the same say the same."""
+    """{position in the data: tensor} of every rank -> the tensors in order."""
     whole = {position: tensor for part in parts for position, tensor in part.items()}
     return [whole[i] for i in sorted(whole)]

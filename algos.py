@@ -332,11 +332,13 @@ def check(cfg) -> None:
                          f"{', '.join(sorted(ADVANTAGES))}")
     one = ADVANTAGES[name]
     own = cfg.custom_advantage_function is not None
+    rewarded = cfg.rm_type or cfg.custom_rm or not cfg.use_opd           # else distillation alone
     rules = [
         (cfg.kl_coef and not one.uses_kl_coef and not own,
          f"kl_coef={cfg.kl_coef} has no effect with advantage_estimator={name!r}, whose advantage is the sample's reward; set "
          "kl_coef=0, use_kl_loss=True and kl_loss_coef instead"),
-        (cfg.n_samples_per_prompt == 1 and one.rewards is not as_they_are and cfg.rewards_normalization and not cfg.use_opd,
+        (cfg.n_samples_per_prompt == 1 and one.rewards is not as_they_are and cfg.rewards_normalization and rewarded
+         and not own,
          f"advantage_estimator={name!r} compares the samples of one prompt, and a group of 1 always has advantage 0; set "
          "n_samples_per_prompt=2 or more"),
         (one.critic and "lr" not in cfg.critic, f"advantage_estimator={name!r} needs a critic; set critic=dict(lr=1e-5), its "
@@ -344,9 +346,12 @@ def check(cfg) -> None:
         (not one.critic and (cfg.critic or cfg.critic_num_gpus or cfg.num_critic_only_steps),
          f"critic, critic_num_gpus and num_critic_only_steps have no effect with advantage_estimator={name!r}, which has no "
          "critic; remove them, or set advantage_estimator='ppo'"),
-        ((cfg.gamma != 1 and one.advantages not in (gae, discounted_return)) or (cfg.lambd != 1 and one.advantages is not gae),
+        (not own and ((cfg.gamma != 1 and one.advantages not in (gae, discounted_return)) or
+                      (cfg.lambd != 1 and one.advantages is not gae)),
          f"gamma={cfg.gamma}, lambd={cfg.lambd}: advantage_estimator={name!r} discounts nothing; leave them at 1.0 (gamma is "
          "for ppo and reinforce_plus_plus, lambd for ppo)"),
+        (not cfg.grpo_std_normalization and one.rewards is not over_std,
+         f"grpo_std_normalization=False has no effect with advantage_estimator={name!r}, which divides by no std; remove it"),
         (one.clip is gspo_clip and cfg.use_tis and cfg.tis_level == "token",
          "gspo weighs whole sequences, and a weight for each token would part them again; set tis_level='geometric'"),
         (one.clip is cispo_clip and cfg.eps_clip_c is not None,
@@ -447,7 +452,7 @@ def finish(cfg, x: LossInput, per_token: Tensor, metrics: dict[str, Tensor]) -> 
         return (values * x.weight).sum()
 
     loss = total(per_token)
-    sums = {name: total(values).detach() for name, values in metrics.items()}
+    sums = {name: largest(values, x) if name.endswith("_max") else total(values).detach() for name, values in metrics.items()}
     sums |= {"weight": x.weight.sum(), "tokens": (x.weight != 0).sum().float()}
     if x.sft_logp is not None:               # rows of sft_data in the same micro-batch
         nll = -(x.sft_logp * x.sft_weight).sum()

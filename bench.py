@@ -57,6 +57,7 @@ def measure(cfg: base.Config, run_dir: pathlib.Path, steps: int) -> dict:
     """Run the loop and the bare engine side by side for `steps` steps. -> the report, with one row of seconds a step"""
     begin, rows = time.perf_counter(), []
     with contextlib.ExitStack() as stack:
+        cfg = dataclasses.replace(cfg, num_critic_only_steps=0)              # every step does all that a step does
         cfg, engines, trainers, rollout, logs, _, _ = train.start(cfg, run_dir, stack)
         start_s = time.perf_counter() - begin
         for step in range(steps + 1):        # the first one warms up

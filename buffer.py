@@ -192,7 +192,7 @@ class DataSource:
         self.prompts = self.prepare(rows)
         self.examples = None                             # another source: the rows of sft_data, in an order of their own
         if cfg.sft_data:
-            own = dataclasses.replace(cfg, loss_type="sft", prompt_data=cfg.sft_data, sft_data="")
+            own = dataclasses.replace(cfg, loss_type="sft", prompt_data=cfg.sft_data, sft_data="", rollout_max_prompt_len=None)
             self.examples = DataSource(own, tokenizer, context_len)
         self.epoch, self.offset = 0, 0                   # position in the data
         self.next_group, self.next_index = 0, 0          # numbers given out so far
@@ -220,7 +220,7 @@ class DataSource:
                 self.skipped["bad_line"] += 1
                 continue
             prompt_len = len(sample.tokens) - sample.response_length
-            too_long = len(sample.tokens) > limit + 1 if sample.response_length else prompt_len > limit
+            too_long = prompt_len > limit or len(sample.tokens) > self.context_len
             if too_long or prompt_len == 0:
                 self.skipped["prompt_too_long" if too_long else "prompt_empty"] += 1
                 continue
@@ -250,6 +250,8 @@ class DataSource:
         """A finished sample: a prompt and its label, or a conversation whose assistant turns are trained (chat.py says which
         tokens are theirs); a message with step_loss_mask=0 is not."""
         turns, cfg = row[self.cfg.input_key], self.cfg
+        if not turns:
+            raise ValueError("the conversation is empty")
         if isinstance(turns, str) or turns[-1]["role"] != "assistant":
             label = row[cfg.label_key] if cfg.label_key else row.get("label")
             if label is None:

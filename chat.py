@@ -56,6 +56,12 @@ def render(tokenizer, messages: list[dict], tools=None, add_generation_prompt: b
 
 
 # ---- One turn -------------------------------------------------------------------------------------------------------
+# The first answer of [user "hi", assistant "hello", user "bye"] under ChatML, where word is the stand-in, mark a neighbour's:
+#     text     ...<|im_start|>user hi<|im_end|><|im_start|>assistant hello<|im_end|><|im_start|>user bye<|im_end|>
+#     drawn    ...<|im_start|>user hi<|im_end|><|im_start|>assistant word<|im_end|><|im_start|>user bye<|im_end|>
+#     prompt   <|im_start|>assistant                        what asks for an answer, after `ending`, here <|im_end|>
+#     head     drawn before word; base: where prompt begins in it; start: behind prompt, as far as text follows it
+#     tail     drawn behind word; the turn ends where it begins in text, and with the end token that follows (`usual`)
 def said(draw, messages: list[dict], i: int, text: str, special: str) -> tuple[int, int]:
     """Where in the text the words of turn i begin and end."""
     earlier, turn, later = messages[:i], messages[i], messages[i + 1:]

@@ -60,7 +60,7 @@ def check_invariants(cfg, step: int, steps: list[dict], metrics: dict, warn) -> 
             breaches.append(f"ppo_kl of the first optimizer step is {steps[0]['ppo_kl']:.3g} instead of 0: old and current "
                             "log-probs come from the same weights, so the two passes differ. Dropout? A weight swap that "
                             "did not come back?")
-        if step == 0 and cfg.use_kl_loss and not cfg.ref_load and abs(steps[0]["kl_loss"]) > tight:
+        if step == cfg.num_critic_only_steps and cfg.use_kl_loss and not cfg.ref_load and abs(steps[0]["kl_loss"]) > tight:
             breaches.append(f"kl_loss is {steps[0]['kl_loss']:.3g} at step 0 although the reference is the initial policy: "
                             "the reference's weights are others. Did the swap in actor.TrainActor.train bring them back?")
     if cfg.loss_type != "sft":               # the first optimizer step's: its log-probs are of the weights that sampled

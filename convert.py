@@ -431,6 +431,15 @@ def check_policy(hf_config):
                          "model as hf_checkpoint (and this one as critic=dict(hf_checkpoint=...), if you like)")
 
 
+def check_critic(hf_config, folder, tp_size):
+    """ValueError unless the folder's model can be the critic of a policy with this config: any size, the same tokens."""
+    critic = HFReader(folder).hf_config
+    check_tp(critic, tp_size)
+    if critic.vocab_size != hf_config.vocab_size:
+        raise ValueError(f"{folder} has a vocabulary of {critic.vocab_size}, the policy {hf_config.vocab_size}: a critic "
+                         "reads the policy's tokens; give one with the same tokenizer")
+
+
 def check_same_shape(hf_config, folder):
     """ValueError unless the folder's model (a reference, a teacher) fits into the trainer's layers."""
     other = load_hf_config(folder)
@@ -552,9 +561,7 @@ def save_hf(path, source_path, hf_config, tensors: Iterable[tuple[str, Tensor]],
     tmp.mkdir(parents=True)
     try:
         dtypes = write_shards(tmp, hf_config, tensors, max_shard_bytes)
-        copy_small_files(source, tmp, dtypes)
-        if has_value_head(hf_config):  # a critic's folder tells what it is, though it began as a policy
-            hf_config.save_pretrained(tmp)
+        copy_small_files(source, tmp, dtypes, hf_config)
         if path.exists():  # a rename cannot replace a folder with files in it
             path.rename(old)
         tmp.rename(path)
@@ -595,16 +602,20 @@ def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype
     return dtypes
 
 
-def copy_small_files(source, folder, dtypes):
-    """Carry config and tokenizer files over as they are, except that config.json names the dtype written."""
+def copy_small_files(source, folder, dtypes, hf_config):
+    """Carry config and tokenizer files over as they are, except that config.json names the dtype written, and a critic's what
+    it is, though it began as a policy."""
     for file in source.iterdir():
         if file.is_file() and any(file.match(pattern) for pattern in SMALL_FILES):
             shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
     if len(dtypes) == 1:  # else leave it: transformers then loads in the dtype of the source model
-        config = json.loads((folder / "config.json").read_text())
         key = "torch_dtype" if "torch_dtype" in config else "dtype"  # the name before transformers 5, and since
         config[key] = str(*dtypes).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if has_value_head(hf_config):
+        config |= {"architectures": hf_config.architectures, "tie_word_embeddings": False, "id2label": {"0": "LABEL_0"},
+                   "label2id": {"LABEL_0": 0}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -321,8 +321,9 @@ class MegatronModel:
         sums = self.reduce_sums(self.run(batches, post, forward_only=False))
         if not math.isfinite(sums["loss"]):
             raise FloatingPointError(
-                f"the loss is {sums['loss']}: look at rewards and log-probs of this step in samples.jsonl; the weights are "
-                "unchanged and the last checkpoint is good: lower lr or clip_grad, and --resume")
+                f"{'critic: ' if self.value_head else ''}the loss is {sums['loss']}: look at rewards and log-probs of this "
+                "step in samples.jsonl; its weights are unchanged and the last checkpoint is good: lower its lr or clip_grad, "
+                "and --resume")
         self.finish_loading()
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is None or not math.isfinite(grad_norm):

@@ -104,6 +104,7 @@ class Rollout:
         self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False,
                                              timeout=aiohttp.ClientTimeout(total=self.cfg.request_timeout_s))
         self.slots = asyncio.Semaphore(limit)    # requests in flight
+        self.teacher_slots = asyncio.Semaphore(self.cfg.sglang_server_concurrency)
         self.recovering, self.recoveries = asyncio.Lock(), 0
         self.replacing: asyncio.Task | None = None
         # Set: requests may be sent. Cleared while a restarted engine still has the weights of hf_checkpoint.
@@ -162,7 +163,8 @@ class Rollout:
             metrics["rollout/length_penalty"] = mean(penalties)
         rewards = algos.group_rewards(cfg, [s.get_reward_value(cfg.reward_key) + p for s, p in zip(samples, penalties)],
                                       [s.group_index for s in samples])
-        return RolloutResult(samples, rewards, metrics, self.data.get_examples())
+        examples = self.data.get_examples() if step >= cfg.num_critic_only_steps else []
+        return RolloutResult(samples, rewards, metrics, examples)
 
     def ask(self, count: int, pending: dict, outcomes: Counter, drops: Counter) -> None:
         """Start `count` more groups."""
@@ -278,8 +280,8 @@ class Rollout:
         if cfg.opd_teacher_url and not evaluation:
             await asyncio.gather(*(self.ask_teacher(one) for one in scored))
         if cfg.use_opd and not evaluation and not (cfg.rm_type or cfg.custom_rm or sample.metadata.get("rm_type")):
-            for one in scored:
-                one.reward = 0.0             # distillation alone: the teacher is the only judge
+            for one in scored:               # distillation alone: the teacher is the only judge, or the hook has judged
+                one.reward = 0.0 if one.reward is None else one.reward
         if evaluation or not cfg.group_rm:
             for one in scored:
                 if one.reward is None:
@@ -362,11 +364,14 @@ class Rollout:
                    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
         for attempt in range(self.cfg.request_retries + 1):
             try:
-                async with self.slots, self.session.post(f"{self.cfg.opd_teacher_url}/generate", json=payload) as answer:
+                url = f"{self.cfg.opd_teacher_url}/generate"
+                async with self.teacher_slots, self.session.post(url, json=payload) as answer:
                     if answer.status == 200:
                         pairs = (await answer.json())["meta_info"]["input_token_logprobs"][-n:]  # [(log-prob, token id, text)]
                         break
                     problem = f"status {answer.status}: {(await answer.text())[:500]}"
+                    if answer.status in (400, 422):
+                        raise ValueError(f"sample {sample.index}: the teacher refused it ({problem}); too long for it?")
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
             await asyncio.sleep(min(0.2 * 2**attempt, 5.0))

@@ -27,6 +27,8 @@ import shutil
 import signal
 import sys
 import threading
+import time
+import urllib.request
 
 import algos
 import buffer
@@ -113,11 +115,14 @@ def learn(cfg: base.Config, step: int, result, trainers) -> dict:
     critic = trainers.critic
     if critic is None:
         return trainers.train(step, data, plan)                  # reference, old log-probs -> advantages -> optimizer steps
-    critic_plan = buffer.plan(cfg, data, critic.dp_size)
+    critic_plan, begin = buffer.plan(critic.cfg, data, critic.dp_size), time.perf_counter()
     data["values"] = critic.values(data, critic_plan)
+    values_s = time.perf_counter() - begin
     answer = trainers.train(step, data, plan, step >= cfg.num_critic_only_steps)
     data["returns"] = answer["returns"]
-    return answer | {"critic": critic.train(step, data, critic_plan)}
+    answer["critic"] = critic.train(step, data, critic_plan)
+    answer["critic"]["times"]["values_time"] = values_s
+    return answer
 
 
 def due(interval: int | None, step: int) -> bool:
@@ -142,7 +147,9 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         for other in filter(None, (cfg.ref_load, cfg.opd_teacher_load)):
             convert.check_same_shape(hf_config, other)
         if "hf_checkpoint" in cfg.critic:
-            convert.HFReader(cfg.critic["hf_checkpoint"])
+            convert.check_critic(hf_config, cfg.critic["hf_checkpoint"], cfg.tensor_model_parallel_size)
+        if cfg.opd_teacher_url:
+            check_teacher(cfg.opd_teacher_url)
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
         tokenizer, context_len = AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings
         data = buffer.DataSource(cfg, tokenizer, context_len)
@@ -180,6 +187,8 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     logs.print(f"attention in training: {facts['attention']}")
     if data.skipped:
         logs.print(f"left out of prompt_data: {dict(data.skipped)}; {len(data)} prompts remain")
+    if data.examples and data.examples.skipped:
+        logs.print(f"left out of sft_data: {dict(data.examples.skipped)}; {len(data.examples)} rows remain")
     if engines is None:
         rollout = FileRollout(cfg, data)
     else:
@@ -234,6 +243,14 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
         return str(max((stage_dir / "hf").glob("iter_*")))
     with reading_input():
         return str(convert.HFReader(source).folder)
+
+
+def check_teacher(url: str) -> None:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=30).close()
+    except OSError as error:
+        raise ValueError(f"no SGLang server answers at opd_teacher_url={url!r} ({error}); start it first: "
+                         "python -m sglang.launch_server --model-path TEACHER --port ...") from error
 
 
 @contextlib.contextmanager
@@ -294,6 +311,9 @@ def check(cfg: base.Config) -> None:
     if cfg.megatron:
         import layers                        # and with it Megatron, as validate() has
         layers.check(cfg)
+    if cfg.critic.get("megatron"):
+        import layers
+        layers.check(base.critic_config(cfg))
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)

@@ -137,11 +137,13 @@ class Config:
     loss_type: Literal["policy", "sft", "custom_loss"] = "policy"  # sft: rows' own answers are the responses, no engine
     custom_loss_function: Callable | str | None = None       # for custom_loss: (args, LossInput) -> loss [R], metrics
     advantage_estimator: str = "grpo"        # a name in algos.ADVANTAGES
-    custom_advantage_function: Callable | str | None = None  # (args, data) sets data["advantages"], in the estimator's place
+    custom_advantage_function: Callable | str | None = None  # (args, data) sets data["advantages"], in the estimator's place;
+    #                                          data: the samples of one data-parallel rank, which may have part of a group only
+    #                                          (data["rewards"] is compared within whole groups already)
     normalize_advantages: bool | None = None # whiten over all trained tokens of a rollout; None: as the estimator's paper
     gamma: float = 1.0                       # discount, for ppo and reinforce_plus_plus
     lambd: float = 1.0                       # GAE's lambda, for ppo (1506.02438)
-    true_on_policy_mode: bool = False        # as near as a device allows: refuse what makes trainer and sampler two policies,
+    true_on_policy_mode: bool = False        # one optimizer step a rollout, no stale token, plain sampling, or it is refused;
     #                                          fp32 logits on both sides, a tight max_logprob_diff asserted at every step
     num_steps_per_rollout: int = 1           # optimizer steps on one rollout
     global_batch_size: int | None = None     # samples of one optimizer step; None: P * n / num_steps_per_rollout
@@ -361,7 +363,7 @@ def samples_per_group(cfg: Config) -> int:
 
 def eval_config(cfg: Config, name: str) -> Config:
     """The Config under which one held-out set is evaluated: its own settings over the run's."""
-    return resolve(dataclasses.replace(cfg, rollout_shuffle=False, **eval_settings(cfg, name)))
+    return resolve(dataclasses.replace(cfg, rollout_shuffle=False, sft_data="", sft_batch_size=0, **eval_settings(cfg, name)))
 
 
 def eval_settings(cfg: Config, name: str) -> dict[str, Any]:
@@ -376,7 +378,8 @@ CRITIC_FIELDS = {"hf_checkpoint", "lr", "min_lr", "lr_decay_style", "lr_warmup_i
 
 def critic_config(cfg: Config) -> Config:
     """The Config under which the critic runs."""
-    return dataclasses.replace(cfg, actor_num_gpus=cfg.critic_num_gpus or cfg.actor_num_gpus, **cfg.critic)
+    own = cfg.critic | {"megatron": cfg.megatron | cfg.critic.get("megatron", {})}
+    return dataclasses.replace(cfg, actor_num_gpus=cfg.critic_num_gpus or cfg.actor_num_gpus, **own)
 
 
 def has_stage(cfg: Config) -> bool:

@@ -85,6 +85,8 @@ def validate_batch(cfg: Config) -> None:
 def validate_algorithm(cfg: Config) -> None:
     if cfg.loss_type == "sft":
         need(not cfg.sft_data, "sft_data is trained beside samples; with loss_type='sft' the rows are prompt_data: remove it")
+        for key in ("critic", "critic_num_gpus", "use_opd", "true_on_policy_mode", "use_kl_loss", "use_tis"):
+            need(not getattr(cfg, key), f"{key} has no effect with loss_type='sft'; remove it")
         return
     need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg) or cfg.use_opd,
          "no reward is set; set rm_type to a grader of rewards.py or custom_rm to a function (args, sample) -> float")
@@ -124,8 +126,16 @@ def validate_corrections(cfg: Config) -> None:
     need(not cfg.use_unbiased_kl or cfg.use_kl_loss, "use_unbiased_kl is about the KL in the loss; set use_kl_loss=True")
     need(not (cfg.use_tis and cfg.use_rollout_logprobs), "use_tis weighs trainer against engine by old_logp - rollout_logp, "
          "and use_rollout_logprobs makes the two the same; set one of them")
-    for key in ("tis_level", "tis_mode", "tis_clip", "tis_clip_low"):
-        need(cfg.use_tis or getattr(cfg, key) == FIELDS[key].default, f"{key} has no effect without use_tis; set use_tis=True")
+    switches = dict(use_tis=("tis_level", "tis_mode", "tis_clip", "tis_clip_low"), use_opsm=("opsm_delta",),
+                    use_opd=("opd_kl_coef",), critic=("value_clip",), sft_data=("sft_loss_coef",),
+                    overlong_buffer_len=("overlong_penalty_factor",))
+    for switch, keys in switches.items():
+        for key in keys:
+            need(getattr(cfg, switch) or getattr(cfg, key) == FIELDS[key].default,
+                 f"{key}={getattr(cfg, key)!r} has no effect without {switch}; set {switch}, or remove it")
+    for key in ("use_tis", "use_opsm", "entropy_coef", "eps_clip_c") if cfg.loss_type == "custom_loss" else ():
+        need(not getattr(cfg, key), f"{key} is part of the policy loss, and custom_loss_function takes its place; remove it, "
+             "or build it into your function")
     need(0 <= cfg.tis_clip_low < cfg.tis_clip, f"tis_clip_low={cfg.tis_clip_low} must be at least 0 and below "
          f"tis_clip={cfg.tis_clip}; set tis_clip_low=0.0")
     one_policy = cfg.num_steps_per_rollout == 1 and not cfg.use_rollout_logprobs
@@ -138,6 +148,8 @@ def validate_corrections(cfg: Config) -> None:
             value = getattr(cfg, key)
             need(value == must, f"true_on_policy_mode: {key}={value!r} would train another policy than the one that samples, "
                  f"or would not tell; set {key}={must!r}")
+        need(not cfg.sglang.get("quantization"), "true_on_policy_mode: an engine with quantised weights is another policy; "
+             "remove sglang's quantization")
 
 
 def validate_critic(cfg: Config) -> None:
@@ -146,6 +158,13 @@ def validate_critic(cfg: Config) -> None:
         raise ValueError(f"critic[{key!r}] cannot be set; " + (f"did you mean {near[0]!r}?" if near else
                                                               f"use one of {sorted(CRITIC_FIELDS)}"))
     check_types(cfg.critic, "critic: ")
+    for key in ("lr", "max_tokens_per_gpu"):
+        need(cfg.critic.get(key, 1) > 0, f"critic[{key!r}]={cfg.critic.get(key)} must be positive")
+    source = cfg.critic.get("hf_checkpoint", "x")
+    need(isinstance(source, str) and not source.endswith(".py"), "critic['hf_checkpoint'] is a folder or a hub name; give one")
+    alone = cfg.num_critic_only_steps
+    need(not cfg.num_rollout or alone < cfg.num_rollout, f"num_critic_only_steps={alone} leaves the actor no step of "
+         f"num_rollout={cfg.num_rollout}; set it lower")
     tp_pp, own = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size, cfg.critic_num_gpus
     need(own is None or (own > 0 and own % tp_pp == 0), f"critic_num_gpus={own} is not a multiple of tp * pp = {tp_pp}, which "
          f"the critic shares with the actor; set critic_num_gpus={tp_pp}")
@@ -165,6 +184,9 @@ def validate_teachers(cfg: Config) -> None:
          "nothing; set opd_kl_coef=1.0")
     need(not cfg.opd_teacher_url or cfg.rollout_temperature == 1, "the server gives its log-probs at temperature 1; set "
          "rollout_temperature=1.0, or use opd_teacher_load")
+    need(not cfg.sft_data or cfg.rollout_temperature == 1, "sft_data is trained by the same pass as the samples, whose logits "
+         "are divided by rollout_temperature; set rollout_temperature=1.0")
+    need(cfg.sft_loss_coef > 0, f"sft_loss_coef={cfg.sft_loss_coef} must be positive; set sft_loss_coef=1.0")
     examples, steps = cfg.sft_batch_size, cfg.num_steps_per_rollout
     need(bool(cfg.sft_data) == (examples > 0), f"sft_data and sft_batch_size={examples} belong together; set both, or neither")
     need(examples == 0 or examples >= steps, f"sft_batch_size={examples} leaves optimizer steps without an example; "
@@ -191,7 +213,8 @@ def validate_eval(cfg: Config) -> None:
                              + (f"did you mean {near[0]!r}?" if near else f"use one of {sorted(allowed)}"))
         need(own.get("prompt_data"), f"{where} has no prompt_data of its own; add prompt_data='file.jsonl'")
         check_types(own, f"{where}: ")
-        eval_config(cfg, name)               # imports its hooks
+        one = eval_config(cfg, name)         # imports its hooks
+        need(one.rm_type or one.custom_rm or has_row_rewards(one), f"{where} has no reward; add rm_type or custom_rm to it")
 
 
 def eval_fields() -> set[str]:

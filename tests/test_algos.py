@@ -613,3 +613,19 @@ def test_check_refuses_what_has_no_effect_and_takes_its_remedy(changes, message,
     with pytest.raises(ValueError, match=message):
         algos.check(make_cfg(**changes))
     algos.check(make_cfg(**changes | mend))
+
+
+def test_a_maximum_of_a_custom_loss_is_a_maximum():
+    x = algos.LossInput(f64([0.5, 0.5, 0]), torch.tensor([0, 0, 0]), logp=f64([-1, -2, -3]))
+    cfg = make_cfg(loss_type="custom_loss", custom_loss_function=lambda cfg, x: (-x.logp, {"size_max": f64([1, 3, 9])}))
+    assert float(algos.custom_loss(cfg, x)[1]["size_max"]) == 3
+
+
+def test_distillation_alone_needs_no_group_but_a_reward_does():
+    alone = dict(use_opd=True, opd_teacher_load="t", n_samples_per_prompt=1)
+    algos.check(make_cfg(**alone))
+    with pytest.raises(ValueError, match="a group of 1 always has advantage 0"):
+        algos.check(make_cfg(rm_type="exact", **alone))
+    algos.check(make_cfg(n_samples_per_prompt=1, gamma=0.9, custom_advantage_function=print))
+    with pytest.raises(ValueError, match="grpo_std_normalization=False has no effect with advantage_estimator='rloo'"):
+        algos.check(make_cfg(advantage_estimator="rloo", grpo_std_normalization=False))

@@ -5,6 +5,7 @@ test_buffer.py: samples, data, packing, against brute-force loops and invariance
 
 Run:   pytest tests/test_buffer.py       CPU only, no network, about 15 s. The tokenizer has one token per character.
 """
+import dataclasses
 import json
 import pickle
 import random
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 import buffer
 from buffer import ENGINE_RESERVE, DataSource, Sample, Status
+from configs.base import eval_config
 from helpers import make_cfg
 
 TEMPLATE = ("{% if tools %}tools {% for t in tools %}{{ t.name }} {% endfor %}{{ '\\n' }}{% endif %}"
@@ -396,6 +398,11 @@ def test_examples_beside_samples(tokenizer):
     other.load_state_dict(json.loads(json.dumps(data.state_dict())))
     examples = other.get_examples()
     assert [s.response for s in examples] == ["xxxx", "xxxxx", "x"] and source(tokenizer, questions(2)).get_examples() == []
+
+    strict = source(tokenizer, questions(6), sft_data=lambda: rows, sft_batch_size=3, rollout_max_prompt_len=2)
+    assert len(strict.examples) == 5         # that limit is for prompts that ask for an answer
+    held_out = dict(x=dict(prompt_data=lambda: questions(1), input_key="q"))
+    assert not eval_config(dataclasses.replace(data.cfg, eval_prompt_data=held_out), "x").sft_data             # nor does every held-out set read them again
 
     samples, cfg = random_samples(4, seed=3, n=2), make_cfg(num_steps_per_rollout=2, max_tokens_per_gpu=30)
     alone, mixed = (buffer.to_train_data(cfg, samples, [1.0] * 8, rows) for rows in ([], examples))
