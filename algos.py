@@ -7,7 +7,8 @@ algos.py: what is the maths? Advantages, KL and losses of RL for language models
 
 Test:  pytest tests/test_algos.py; `make layouts` trains by each estimator under each layout and compares
 Knows nothing about: Ray, SGLang, Megatron. A process group is an argument; with None the same code runs on one process.
-Shapes: B samples of a rank, T tokens of its longest response; R response tokens of a micro-batch, one sample after the other.
+Shapes: B samples of a rank, T tokens of its longest response, R_i those of sample i; R response tokens of a micro-batch, one
+sample after the other; n samples of a group. "Weight" alone is a token's share in the loss; sg(x) is x without its gradient.
 
 Four policies, four names: `logp` (current weights), `old_logp` (trainer, before the first update on this rollout),
 `rollout_logp` (what the engine reported when it sampled), `ref_logp` (the reference). A teacher is a fifth, `teacher_logp`.
@@ -30,8 +31,9 @@ from logprobs import all_reduce
 def kl_estimate(logp: Tensor, base_logp: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || base) from a sample of the policy (joschu.net/blog/kl-approx.html). Same shape.
 
-    k1 is unbiased but its gradient as a loss has zero mean on policy; k3 = low_var_kl is unbiased, never negative, and its
-    gradient pulls towards the base. Upstream clamps low_var_kl to [-10, 10]; so do we, for that name only.
+    As a loss, on policy: k1's gradient has mean zero, so it does nothing; k2's mean is the gradient of this KL; k3's that of
+    KL(base || policy) (2510.01555). As a number k1 and k3 are unbiased, and k3 is never negative. low_var_kl is k3 clamped to
+    10 as upstream: a token that far below the base pulls no more.
     """
     log_ratio = logp - base_logp
     if kind == "k1":
@@ -63,14 +65,14 @@ def as_they_are(cfg, rewards: list[float], groups: list[int]) -> list[float]:
     return list(rewards)
 
 
-def over_std(cfg, rewards: list[float], groups: list[int]) -> list[float]:
+def minus_mean_over_std(cfg, rewards: list[float], groups: list[int]) -> list[float]:
     """GRPO (2402.03300, outcome supervision): (r - mean) / (std + 1e-6) within each group; Dr.GRPO (2503.20783) leaves the std
     out. std is the unbiased one, as upstream. A group of one keeps only the mean's subtraction: 0."""
     divide = cfg.grpo_std_normalization
     return per_group(rewards, groups, lambda r: centred(r) / (r.std() + 1e-6) if divide and len(r) > 1 else centred(r))
 
 
-def over_mean(cfg, rewards: list[float], groups: list[int]) -> list[float]:
+def minus_mean(cfg, rewards: list[float], groups: list[int]) -> list[float]:
     """r - mean of the group: REINFORCE++'s variant with a baseline (2501.03262, eq. 6)."""
     return per_group(rewards, groups, centred)
 
@@ -123,7 +125,7 @@ def token_rewards(cfg, x: AdvantageInput) -> Tensor:
     Upstream puts the reward at the last token, which may be a tool's. The KL is k1 whatever kl_loss_type says: the policy
     gradient with log(policy / reference) as a reward is the KL's own gradient, with k2 or k3 it is not (2510.01555).
     """
-    last = x.mask.shape[1] - 1 - x.mask.flip(1).argmax(1, keepdim=True)                           # [B, 1]
+    last = x.mask.shape[1] - 1 - x.mask.flip(1).argmax(1, keepdim=True)                           # [B, 1] last trainable token
     out = torch.zeros_like(x.mask).scatter(1, last, x.rewards[:, None]) * x.mask                  # 0 where all is masked
     if cfg.kl_coef:
         out = out - cfg.kl_coef * kl_estimate(x.old_logp, x.ref_logp, "k1")
@@ -150,9 +152,9 @@ def discounted_sums(x: Tensor, decay: float, chunk: int = 128) -> Tensor:
     return y.flatten(1)[:, :total]
 
 
-class Trained:
+class WithoutHoles:
     """Rows without their masked tokens, and back: what discounts over time counts the model's own tokens only (upstream counts
-    a tool's too, so that a long tool answer would discount the turn before it)."""
+    a tool's too, so that a long tool answer would discount the turn before it). mask 1 1 0 1 gives place 0 1 4 2."""
 
     def __init__(self, mask: Tensor):
         self.mask, self.place = mask, None                                                        # [B, T]
@@ -168,6 +170,7 @@ class Trained:
         return out.scatter(1, self.place, x * self.mask)[:, :-1]
 
     def unpack(self, x: Tensor) -> Tensor:
+        """The inverse: each value back to its token, 0 at what is masked."""
         if self.place is None:
             return x * self.mask
         return torch.nn.functional.pad(x, (0, 1)).gather(1, self.place) * self.mask
@@ -175,7 +178,7 @@ class Trained:
 
 def discounted_return(cfg, x: AdvantageInput) -> Tensor:
     """REINFORCE++ (2501.03262, eq. 4): the discounted sum of the rewards still to come, KL penalty included. [B, T]"""
-    trained = Trained(x.mask)
+    trained = WithoutHoles(x.mask)
     return trained.unpack(discounted_sums(trained.pack(token_rewards(cfg, x)), cfg.gamma))
 
 
@@ -188,8 +191,9 @@ def reward_and_kl_at_each_token(cfg, x: AdvantageInput) -> Tensor:
 
 def gae(cfg, x: AdvantageInput) -> Tensor:
     """Generalised advantage estimation (1506.02438, eq. 16): A_t = sum_l (gamma lambd)^l delta_{t+l} with
-    delta_t = r_t + gamma V_{t+1} - V_t, and V = 0 behind the last token. [B, T]"""
-    trained = Trained(x.mask)
+    delta_t = r_t + gamma V_{t+1} - V_t. V = 0 behind the last token, also of a truncated answer, whose reward says what it was
+    worth as it is. [B, T]"""
+    trained = WithoutHoles(x.mask)
     r, v = trained.pack(token_rewards(cfg, x)), trained.pack(x.values)
     delta = r + cfg.gamma * torch.nn.functional.pad(v[:, 1:], (0, 1)) - v
     return trained.unpack(discounted_sums(delta, cfg.gamma * cfg.lambd))
@@ -229,7 +233,7 @@ def compute_advantages(cfg, data: dict, device="cpu", group=None) -> None:
         return [row[:n].cpu() for row, n in zip(values, data["response_lengths"])]
     if x.values is not None:                 # whatever the estimator, A is "return minus value"
         data["returns"] = unpadded(a + x.values)
-    if cfg.use_opd:                          # minus the reverse KL's own reward, see token_rewards (2306.13649)
+    if cfg.use_opd:                          # reverse KL to the teacher (2306.13649), at its own token: nothing is summed up
         a = a - cfg.opd_kl_coef * (x.old_logp - x.teacher_logp)
     if estimator.whitens if cfg.normalize_advantages is None else cfg.normalize_advantages:
         a = whiten(a, x.mask, group)
@@ -246,7 +250,8 @@ class LossInput:
     entropy: Tensor | None = None       # [R] in nats, differentiable
     values: Tensor | None = None        # [R] a critic's, differentiable, in place of these two
     advantages: Tensor | None = None    # [R]
-    old_logp: Tensor | None = None      # [R] None: one optimizer step per rollout, so old := logp.detach()
+    old_logp: Tensor | None = None      # [R] None where nothing but the loss reads it and it is logp.detach(): one optimizer
+    #                                     step per rollout (the first rollout has it all the same, as a check)
     rollout_logp: Tensor | None = None  # [R]
     ref_logp: Tensor | None = None      # [R]
     old_values: Tensor | None = None    # [R] before the first update on this rollout
@@ -257,7 +262,7 @@ class LossInput:
     def __post_init__(self):
         """A masked token may hold inf or NaN (a log-prob that nobody asked for). It is zeroed here, before any loss sees it:
         masked afterwards, its gradient would be 0 * inf, which is NaN."""
-        if self.sft_weight is not None and self.logp is not None:
+        if self.sft_weight is not None and self.logp is not None:        # before the next lines zero it
             self.sft_logp = torch.where(self.sft_weight != 0, self.logp, 0)
         for name in vars(self).keys() - {"weight", "sample", "sft_weight", "sft_logp"}:
             if getattr(self, name) is not None:
@@ -312,12 +317,12 @@ class Estimator:
 
 # FORK POINT: a new estimator is one function and one line here.
 ADVANTAGES = {
-    "grpo": Estimator(reward_at_each_token, over_std),
-    "gspo": Estimator(reward_at_each_token, over_std, gspo_clip),
-    "cispo": Estimator(reward_at_each_token, over_std, cispo_clip),
+    "grpo": Estimator(reward_at_each_token, minus_mean_over_std),
+    "gspo": Estimator(reward_at_each_token, minus_mean_over_std, gspo_clip),
+    "cispo": Estimator(reward_at_each_token, minus_mean_over_std, cispo_clip),
     "rloo": Estimator(reward_at_each_token, leave_one_out),
     "reinforce_plus_plus": Estimator(discounted_return, uses_kl_coef=True, whitens=True),
-    "reinforce_plus_plus_baseline": Estimator(reward_and_kl_at_each_token, over_mean, uses_kl_coef=True, whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(reward_and_kl_at_each_token, minus_mean, uses_kl_coef=True, whitens=True),
     "ppo": Estimator(gae, uses_kl_coef=True, whitens=True, critic=True),
 }
 
@@ -341,8 +346,8 @@ def check(cfg) -> None:
          and not own,
          f"advantage_estimator={name!r} compares the samples of one prompt, and a group of 1 always has advantage 0; set "
          "n_samples_per_prompt=2 or more"),
-        (one.critic and "lr" not in cfg.critic, f"advantage_estimator={name!r} needs a critic; set critic=dict(lr=1e-5), its "
-         "learning rate is about ten times the actor's"),
+        (one.critic and "lr" not in cfg.critic, f"advantage_estimator={name!r} needs a critic; set "
+         f"critic=dict(lr={10 * cfg.lr:g}), about ten times the actor's learning rate"),
         (not one.critic and (cfg.critic or cfg.critic_num_gpus or cfg.num_critic_only_steps),
          f"critic, critic_num_gpus and num_critic_only_steps have no effect with advantage_estimator={name!r}, which has no "
          "critic; remove them, or set advantage_estimator='ppo'"),
@@ -350,7 +355,7 @@ def check(cfg) -> None:
                       (cfg.lambd != 1 and one.advantages is not gae)),
          f"gamma={cfg.gamma}, lambd={cfg.lambd}: advantage_estimator={name!r} discounts nothing; leave them at 1.0 (gamma is "
          "for ppo and reinforce_plus_plus, lambd for ppo)"),
-        (not cfg.grpo_std_normalization and one.rewards is not over_std,
+        (not cfg.grpo_std_normalization and one.rewards is not minus_mean_over_std,
          f"grpo_std_normalization=False has no effect with advantage_estimator={name!r}, which divides by no std; remove it"),
         (one.clip is gspo_clip and cfg.use_tis and cfg.tis_level == "token",
          "gspo weighs whole sequences, and a weight for each token would part them again; set tis_level='geometric'"),
@@ -369,7 +374,7 @@ def policy_loss(cfg, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     loss = clipped policy gradient * importance weights - entropy_coef H + kl_loss_coef KL
     """
     old_logp = x.logp.detach() if x.old_logp is None else x.old_logp
-    log_ratio = (x.logp - old_logp).clamp(-20, 20)         # [R] beyond e^88 the gradient would be inf * 0
+    log_ratio = (x.logp - old_logp).clamp(-20, 20)         # [R] e^20 is far outside any clip; from e^88 the gradient is NaN
     pg_loss, clipped = ADVANTAGES[cfg.advantage_estimator].clip(cfg, x, log_ratio)
     metrics = {"pg_clipfrac": clipped.float(), "ppo_kl": -log_ratio, "entropy_loss": x.entropy}
     if cfg.use_tis:
@@ -436,7 +441,9 @@ def sft_loss(cfg, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
 
 # FORK POINT: a loss of your own without an edit: custom_loss_function(args, LossInput) -> loss before weights [R], metrics
 def custom_loss(cfg, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
-    per_token, metrics = cfg.custom_loss_function(cfg, x)
+    out = cfg.custom_loss_function(cfg, x)
+    assert isinstance(out, tuple) and len(out) == 2, "custom_loss_function must return (loss [R], metrics {name: [R]})"
+    per_token, metrics = out
     assert per_token.shape == x.weight.shape, (
         f"custom_loss_function returned a loss of shape {tuple(per_token.shape)} for {len(x.weight)} tokens; return one "
         "number a token, before any weight or mask: algos.finish applies those")
@@ -460,9 +467,9 @@ def finish(cfg, x: LossInput, per_token: Tensor, metrics: dict[str, Tensor]) -> 
         sums["sft_loss"] = nll.detach()
     if x.logp is not None:                   # the invariant "a log-prob is never positive" is checked on it
         sums["logp_max"] = largest(x.logp, x)
-    if x.logp is not None and x.rollout_logp is not None:  # do trainer and engine agree? Before the first update, if known
-        known = x.old_logp is not None and not cfg.use_rollout_logprobs
-        diff = ((x.old_logp if known else x.logp) - x.rollout_logp).detach().abs()
+    if x.logp is not None and x.rollout_logp is not None:  # do trainer and engine agree about the weights that sampled?
+        own = x.logp if x.old_logp is None or cfg.use_rollout_logprobs else x.old_logp
+        diff = (own - x.rollout_logp).detach().abs()
         sums |= {"train_rollout_logprob_abs_diff": total(diff), "train_rollout_logprob_abs_diff_max": largest(diff, x)}
     return loss, sums | {"loss": loss.detach()}
 

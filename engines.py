@@ -490,3 +490,12 @@ def tail(log: pathlib.Path, lines: int = 30) -> str:
 
 if __name__ == "__main__":
     supervise()
+
+
+def check_server(url: str) -> None:
+    """ValueError where no SGLang server of somebody else answers."""
+    try:
+        httpx.get(f"{url}/health", timeout=30)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(f"no SGLang server answers at {url!r} ({error}); start it first: python -m sglang.launch_server "
+                         "--model-path TEACHER --port ...") from error

@@ -28,7 +28,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.request
 
 import algos
 import buffer
@@ -136,7 +135,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     from transformers import AutoTokenizer
 
     from actor import Trainers
-    from engines import Engines
+    from engines import Engines, check_server
     from logs import Logs
     from rollout import FileRollout, Rollout
     model_dir = resolve_model(cfg, run_dir)
@@ -149,7 +148,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         if "hf_checkpoint" in cfg.critic:
             convert.check_critic(hf_config, cfg.critic["hf_checkpoint"], cfg.tensor_model_parallel_size)
         if cfg.opd_teacher_url:
-            check_teacher(cfg.opd_teacher_url)
+            check_server(cfg.opd_teacher_url)
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
         tokenizer, context_len = AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings
         data = buffer.DataSource(cfg, tokenizer, context_len)
@@ -245,14 +244,6 @@ def resolve_model(cfg: base.Config, run_dir: pathlib.Path) -> str:
         return str(convert.HFReader(source).folder)
 
 
-def check_teacher(url: str) -> None:
-    try:
-        urllib.request.urlopen(f"{url}/health", timeout=30).close()
-    except OSError as error:
-        raise ValueError(f"no SGLang server answers at opd_teacher_url={url!r} ({error}); start it first: "
-                         "python -m sglang.launch_server --model-path TEACHER --port ...") from error
-
-
 @contextlib.contextmanager
 def reading_input():
     """A ValueError in here is about what the user gave: main() prints its one line, which says how to mend it."""
@@ -317,11 +308,16 @@ def check(cfg: base.Config) -> None:
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)
-    source = cfg.hf_checkpoint
     if base.has_stage(cfg):
         check(stage_config(cfg))
-    elif isinstance(source, str) and source.startswith(("/", ".", "~")) and not pathlib.Path(source).expanduser().is_dir():
-        raise ValueError(f"model folder {source} not found; give a folder with config.json, or a hub name")
+    sources = [cfg.hf_checkpoint if not base.has_stage(cfg) else None, cfg.ref_load, cfg.opd_teacher_load,
+               cfg.critic.get("hf_checkpoint")]
+    for source in sources:                   # a hub's name has one slash
+        is_path = isinstance(source, str) and (source.startswith(("/", ".", "~")) or source.count("/") > 1)
+        if is_path and not pathlib.Path(source).expanduser().is_dir():
+            raise ValueError(f"model folder {source} not found; give a folder with config.json, or a hub name")
+    if cfg.use_kl_loss and cfg.kl_loss_type == "k1" and not cfg.use_unbiased_kl:
+        print("warning: as a loss, kl_loss_type='k1' has a gradient of mean zero on policy: it restrains nothing; use k2")
 
 
 def find_run_dir(cfg: base.Config, run_file: str) -> pathlib.Path:

@@ -279,7 +279,11 @@ ELSEWHERE = dict(learning_rate="lr", temperature="rollout_temperature", top_p="r
                  adv_estimator="advantage_estimator", gae_lambda="lambd", lam="lambd", use_kl_in_reward="kl_coef",
                  mask_truncated_completions="overlong_filtering", critic_lr="critic.lr", cliprange_value="value_clip",
                  critic_load="critic.hf_checkpoint", critic_lr_warmup_iters="critic.lr_warmup_iters",
-                 vllm_importance_sampling_cap="tis_clip", opd_type="opd_teacher_load (or opd_teacher_url)")
+                 ppo_epochs="num_steps_per_rollout", num_iterations="num_steps_per_rollout", clip_ratio="eps_clip",
+                 clip_ratio_low="eps_clip", clip_ratio_high="eps_clip_high", kl_penalty="kl_loss_type",
+                 scale_rewards="grpo_std_normalization", importance_sampling_level="advantage_estimator",
+                 loss_agg_mode="calculate_per_token_loss", vllm_importance_sampling_cap="tis_clip",
+                 opd_type="opd_teacher_load (or opd_teacher_url)")
 
 
 def unknown(key: str) -> str:
