@@ -229,8 +229,8 @@ def compute_advantages(cfg, data: dict, device="cpu", group=None) -> None:
     else:
         a = estimator.advantages(cfg, x)                                                          # [B, T]
 
-    def unpadded(values):
-        return [row[:n].cpu() for row, n in zip(values, data["response_lengths"])]
+    def unpadded(values):                    # one copy from the device, not one a sample
+        return [row[:n] for row, n in zip(values.cpu(), data["response_lengths"])]
     if x.values is not None:                 # whatever the estimator, A is "return minus value"
         data["returns"] = unpadded(a + x.values)
     if cfg.use_opd:                          # reverse KL to the teacher (2306.13649), at its own token: nothing is summed up
