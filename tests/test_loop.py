@@ -108,16 +108,18 @@ PPO = '''
 advantage_estimator, kl_coef, lambd = "ppo", 0.01, 0.95
 critic = dict(lr=1e-2)
 num_critic_only_steps = 1
+save_interval = 1
 sft_data, sft_batch_size = rows, 4
 deterministic = True
 '''
 
 
 def test_ppo_with_examples_resumes_exactly(run_file, tmp_path):
-    """A critic that learns alone at first, and rows of sft_data in each step: 3 steps, and 1 step, resume, 2 steps."""
+    """A critic that learns alone at first, and rows of sft_data in each step: 3 steps, and 2 steps, resume, 1 step. The
+    first save is before the actor's Adam has made a step."""
     ppo = tmp_path / "ppo.py"
     ppo.write_text(run_file.read_text() + PPO)
-    for name, steps, more in (("whole", 3, []), ("cut", 1, []), ("cut", 3, [f"--resume={tmp_path / 'cut'}"])):
+    for name, steps, more in (("whole", 3, []), ("cut", 2, []), ("cut", 3, [f"--resume={tmp_path / 'cut'}"])):
         done = run([str(ppo), f"--output_dir={tmp_path}", f"--run_name={name}", f"--num_rollout={steps}", *more])
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = metrics(tmp_path / "whole")
