@@ -310,7 +310,7 @@ class Estimator:
     advantages: Callable                     # (cfg, AdvantageInput) -> A [B, T]
     rewards: Callable = as_they_are          # (cfg, rewards, groups) -> one number a sample
     clip: Callable = ppo_clip                # (cfg, LossInput, log_ratio [R]) -> loss, clipped [R]
-    uses_kl_coef: bool = False               # puts the KL into the reward
+    reads: tuple = ()                        # of kl_coef, gamma and lambd: those that have an effect on its advantages
     whitens: bool = False                    # where normalize_advantages leaves it open
     critic: bool = False                     # reads AdvantageInput.values
 
@@ -321,9 +321,9 @@ ADVANTAGES = {
     "gspo": Estimator(reward_at_each_token, minus_mean_over_std, gspo_clip),
     "cispo": Estimator(reward_at_each_token, minus_mean_over_std, cispo_clip),
     "rloo": Estimator(reward_at_each_token, leave_one_out),
-    "reinforce_plus_plus": Estimator(discounted_return, uses_kl_coef=True, whitens=True),
-    "reinforce_plus_plus_baseline": Estimator(reward_and_kl_at_each_token, minus_mean, uses_kl_coef=True, whitens=True),
-    "ppo": Estimator(gae, uses_kl_coef=True, whitens=True, critic=True),
+    "reinforce_plus_plus": Estimator(discounted_return, reads=("kl_coef", "gamma"), whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(reward_and_kl_at_each_token, minus_mean, reads=("kl_coef",), whitens=True),
+    "ppo": Estimator(gae, reads=("kl_coef", "gamma", "lambd"), whitens=True, critic=True),
 }
 
 
@@ -339,7 +339,7 @@ def check(cfg) -> None:
     own = cfg.custom_advantage_function is not None
     rewarded = cfg.rm_type or cfg.custom_rm or not cfg.use_opd           # else distillation alone
     rules = [
-        (cfg.kl_coef and not one.uses_kl_coef and not own,
+        (cfg.kl_coef and "kl_coef" not in one.reads and not own,
          f"kl_coef={cfg.kl_coef} has no effect with advantage_estimator={name!r}, whose advantage is the sample's reward; set "
          "kl_coef=0, use_kl_loss=True and kl_loss_coef instead"),
         (cfg.n_samples_per_prompt == 1 and one.rewards is not as_they_are and cfg.rewards_normalization and rewarded
@@ -351,8 +351,7 @@ def check(cfg) -> None:
         (not one.critic and (cfg.critic or cfg.critic_num_gpus or cfg.num_critic_only_steps),
          f"critic, critic_num_gpus and num_critic_only_steps have no effect with advantage_estimator={name!r}, which has no "
          "critic; remove them, or set advantage_estimator='ppo'"),
-        (not own and ((cfg.gamma != 1 and one.advantages not in (gae, discounted_return)) or
-                      (cfg.lambd != 1 and one.advantages is not gae)),
+        (not own and any(getattr(cfg, key) != 1 and key not in one.reads for key in ("gamma", "lambd")),
          f"gamma={cfg.gamma}, lambd={cfg.lambd}: advantage_estimator={name!r} discounts nothing; leave them at 1.0 (gamma is "
          "for ppo and reinforce_plus_plus, lambd for ppo)"),
         (not cfg.grpo_std_normalization and one.rewards is not minus_mean_over_std,

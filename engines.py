@@ -495,7 +495,7 @@ if __name__ == "__main__":
 def check_server(url: str) -> None:
     """ValueError where no SGLang server of somebody else answers."""
     try:
-        httpx.get(f"{url}/health", timeout=30)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ValueError(f"no SGLang server answers at {url!r} ({error}); start it first: python -m sglang.launch_server "
-                         "--model-path TEACHER --port ...") from error
+        call("GET", f"{url}/health", None, 30.0)
+    except EngineError as error:
+        raise ValueError(f"no SGLang server answers at {url!r} (http://host:port); start it first: "
+                         "python -m sglang.launch_server --model-path TEACHER --port ...") from error

@@ -299,12 +299,10 @@ def latest_checkpoint(run_dir: pathlib.Path) -> pathlib.Path | None:
 def check(cfg: base.Config) -> None:
     """What only other files know. All of it before anything is started."""
     algos.check(cfg)
-    if cfg.megatron:
-        import layers                        # and with it Megatron, as validate() has
-        layers.check(cfg)
-    if cfg.critic.get("megatron"):
-        import layers
-        layers.check(base.critic_config(cfg))
+    for one in (cfg, base.critic_config(cfg)):
+        if one.megatron:
+            import layers                    # and with it Megatron, as validate() has
+            layers.check(one)
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)
