@@ -1,457 +1,29 @@
 """
-convert.py: what is each weight called? One rule table per model family, read in both directions.
+convert.py: from a model folder to tensors and back. Reading Hugging Face folders, writing them, and both from the command line.
 
-    HF folder --HFReader--> HF tensors --merge--> full Megatron tensor --shard--> one rank's parameter     (load)
-    HF folder <--save_hf--- HF tensors <--split-- full Megatron tensor <-unshard- every TP rank's shard    (save, sync)
-                                       ^^^^^^^^^^ the same rule in both directions
+    HF folder --HFReader--> HF tensors --families.to_megatron--> one rank's parameter     (load)
+    HF folder <--save_hf--- HF tensors <--families.to_hf-------- every rank's shard       (save, sync)
 
 Run:   python convert.py check FOLDER      reads headers only, and accounts for every tensor and its shape
 Test:  pytest tests/test_convert.py
-Knows nothing about: Ray, SGLang, process groups, pipeline stages. `{i}` is always the GLOBAL layer number: model.py
-       adds a stage's offset before it asks. Shards come in and go out as tensors; who gathers them is not our matter.
-Shapes: V vocabulary, H hidden, F ffn, D head dim, A attention heads, G query groups (= kv heads), tp ranks.
+Knows nothing about: Ray, SGLang, process groups; what a weight is called, and how it is cut (families.py).
 Left out on purpose: reading a slice of a file per TP rank (each reads the whole tensor, from the page cache), .bin
-       files (pickles run code), biases outside qkv, attention with a window (refused by name, never ignored).
+       files (pickles run code).
 """
 
 import argparse
-import copy
 import json
 import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kinds: how the tensors of HF and of Megatron lie in each other. A kind is four functions and knows no names.
-#
-#   merge(hf_tensors, cfg) -> full          split(full, cfg) -> hf_tensors        its inverse, exactly (bits)
-#   shard(full, tp_rank, tp_size) -> part   unshard(parts, in TP order) -> full   its inverse up to vocabulary padding
-#
-# All of them return views where the layout allows it, so treat what comes out as read-only.
-
-
-@dataclass(frozen=True)
-class Kind:
-    merge: Callable
-    split: Callable
-    shard: Callable
-    unshard: Callable
-
-
-def cut(full, dim, tp_rank, tp_size):
-    """Rank r's piece of tp equal pieces: a view, [.., size/tp, ..]."""
-    size = full.shape[dim]
-    assert size % tp_size == 0, f"dimension {dim} of {tuple(full.shape)} is no multiple of tp {tp_size}; see check_tp"
-    return full.narrow(dim, tp_rank * (size // tp_size), size // tp_size)
-
-
-def glue(parts, dim):
-    # NOTE: a single part is passed through, so at tp 1 the weight sync copies nothing here.
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def plain(shard, unshard):
-    """A kind whose HF tensor and full Megatron tensor are the same one."""
-    return Kind(lambda hf_tensors, cfg: hf_tensors[0], lambda full, cfg: [full], shard, unshard)
-
-
-COLUMN = plain(lambda full, r, tp: cut(full, 0, r, tp), lambda parts: glue(parts, 0))  # [out/tp, in]
-ROW = plain(lambda full, r, tp: cut(full, 1, r, tp), lambda parts: glue(parts, 1))  # [out, in/tp]
-# Replicas hold the same bits by construction (same start, same all-reduced gradient). A caller need not even gather
-# them: `rule.kind is REPLICATED` says so, and then one part is enough.
-REPLICATED = plain(lambda full, r, tp: full, lambda parts: parts[0])
-
-
-# --- qkv: Megatron fuses the three and sorts the rows by query group. With A/G = 2 query heads per kv head:
-#
-#     HF      q: q0 q1 q2 q3   k: k0 k1   v: v0 v1        each item is D rows
-#     fused   q0 q1 k0 v0 | q2 q3 k1 v1                   one block of (A/G + 2) * D rows per group
-#     tp 2    rank 0      | rank 1                        whole groups, so a plain cut along dim 0 does
-#
-# A bias is the same with no H dimension: `*rest` below is (H,) for a weight and () for a bias.
-
-
-def merge_qkv(hf_tensors, cfg):
-    blocks = [t.unflatten(0, (cfg.num_key_value_heads, -1)) for t in hf_tensors]  # [G, A/G*D, *rest], [G, D, *rest] x2
-    return torch.cat(blocks, dim=1).flatten(0, 1)  # [(A + 2G) * D, *rest]
-
-
-def split_qkv(full, cfg):
-    groups, d = cfg.num_key_value_heads, head_dim_of(cfg)
-    rows = [cfg.num_attention_heads // groups * d, d, d]  # of one block: A/G query heads, k, v
-    blocks = full.unflatten(0, (groups, -1)).split(rows, dim=1)  # [G, rows, *rest], views
-    return [block.flatten(0, 1) for block in blocks]  # [A*D, *rest], [G*D, *rest] x2; copies where G > 1
-
-
-QKV = Kind(merge_qkv, split_qkv, COLUMN.shard, COLUMN.unshard)
-
-
-# --- gate and up: Megatron fuses them into fc1, and every rank holds ITS gate above ITS up, so that silu(gate) * up
-# needs no communication. A plain concat of the shards would therefore interleave the two:
-#
-#     full fc1 [2F, H]     tp 2, rank 0   rank 1       cat(rank 0, rank 1) = g0 u0 g1 u1    wrong
-#     g0 g1 | u0 u1        g0 | u0        g1 | u1      cat over the middle dimension of [2, F/tp, H] = g0 g1 u0 u1
-
-GATE_UP = Kind(
-    merge=lambda hf_tensors, cfg: torch.cat(hf_tensors),  # [F, H] x2 -> [2F, H]
-    split=lambda full, cfg: full.chunk(2),  # two views [F, H]
-    shard=lambda full, r, tp: cut(full.unflatten(0, (2, -1)), 1, r, tp).flatten(0, 1),  # [2F/tp, H]
-    unshard=lambda parts: glue([part.unflatten(0, (2, -1)) for part in parts], 1).flatten(0, 1),  # [2F, H]
-)
-
-# --- vocabulary: embedding and output layer, cut by rows after padding with zero rows to padded_vocab_size.
-# NOTE: a zero row of the output layer gives the logit 0, not -inf. Whoever computes log-probs or entropy must mask the
-# columns >= vocab_size of the padded logits, or the padding takes probability and every log-prob is off.
-PAD_ROWS = 8  # rows per rank are a multiple of this: 16 bytes in bf16, what the fast matrix kernels ask for. Small, so
-#               that the vocabularies of Qwen (151936 = 2^7 * 1187) and Llama 3 (128256 = 2^8 * 501) need none to tp 16
-
-
-def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the embedding over all TP ranks: `vocab_size` rounded up to a multiple of PAD_ROWS * tp_size."""
-    return -(-vocab_size // (PAD_ROWS * tp_size)) * PAD_ROWS * tp_size
-
-
-def merge_vocab(hf_tensors, cfg):
-    rows = hf_tensors[0].shape[0]
-    if rows != cfg.vocab_size:  # seen after adding tokens: the tensor was resized, config.json was not
-        raise ValueError(f"an embedding has {rows} rows, config.json says vocab_size {cfg.vocab_size}; save the model "
-                         "again with transformers' save_pretrained, which writes both")
-    return hf_tensors[0]
-
-
-def split_vocab(full, cfg):
-    assert full.shape[0] >= cfg.vocab_size, f"{full.shape[0]} rows < vocab_size {cfg.vocab_size}: pass every TP shard"
-    return [full[: cfg.vocab_size]]  # [V, H], a view: the padding is cut
-
-
-def shard_vocab(full, tp_rank, tp_size):
-    rows = padded_vocab_size(full.shape[0], tp_size) // tp_size
-    part = full[tp_rank * rows : (tp_rank + 1) * rows]  # a view; shorter, or empty, where the vocabulary has ended
-    missing = rows - part.shape[0]
-    return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part  # [V_padded/tp, H]
-
-
-VOCAB = Kind(merge_vocab, split_vocab, shard_vocab, COLUMN.unshard)
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rules and families
-
-
-@dataclass(frozen=True)
-class Rule:
-    megatron: str  # parameter name in GPTModel with the local layer spec; {i} is the global layer number
-    hf: tuple[str, ...]  # names in the HF checkpoint, in the order that the kind's merge expects
-    kind: Kind
-    load_only: bool = False  # this parameter is a second copy: read on load, nothing written on the way back
-
-
-@dataclass(frozen=True)
-class Family:
-    model_type: str  # as in config.json
-    architecture: str  # the class that config.json must name; a classifier or reward head is another architecture
-    rules: Callable  # cfg -> list[Rule]
-    fields: dict  # what sets this family apart in TransformerConfig
-    handled: set  # keys of config.json that only this family's table understands
-
-
-def embeddings(cfg):
-    rules = [
-        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCAB),
-        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED),
-    ]
-    # NOTE: tied embeddings have no lm_head in HF. Megatron's output layer has no parameter of its own on one stage;
-    # with pipeline stages the last one holds a copy of the embedding under this name: load it, never write it twice.
-    if has_value_head(cfg):
-        return rules + [Rule("output_layer.weight", (VALUE_HEAD,), REPLICATED)]
-    head = "model.embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"
-    return rules + [Rule("output_layer.weight", (head,), VOCAB, load_only=cfg.tie_word_embeddings)]
-
-
-# A critic, or a reward model: transformers' ...ForSequenceClassification with one label, whose head is [1, H].
-VALUE_HEAD = "score.weight"
-
-
-def has_value_head(cfg) -> bool:
-    return any(name.endswith("ForSequenceClassification") for name in cfg.architectures or ())
-
-
-def value_config(cfg):
-    """The config of a critic with the layers of this model."""
-    cfg = copy.deepcopy(cfg)
-    cfg.architectures = [lookup(cfg.model_type).architecture.replace("ForCausalLM", "ForSequenceClassification")]
-    cfg.num_labels, cfg.tie_word_embeddings = 1, False
-    return cfg
-
-
-def layer(rules):
-    """(Megatron name, HF names, kind) within a layer -> rules with the layer's name in front on both sides."""
-    return [Rule("decoder.layers.{i}." + m, tuple("model.layers.{i}." + h for h in hf), k) for m, hf, k in rules]
-
-
-ATTENTION = layer([
-    ("input_layernorm.weight", ["input_layernorm.weight"], REPLICATED),
-    ("self_attention.linear_qkv.weight", [f"self_attn.{x}_proj.weight" for x in "qkv"], QKV),
-    ("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], ROW),
-])
-QKV_BIAS = layer([("self_attention.linear_qkv.bias", [f"self_attn.{x}_proj.bias" for x in "qkv"], QKV)])
-QK_NORM = layer([
-    ("self_attention.q_layernorm.weight", ["self_attn.q_norm.weight"], REPLICATED),  # [D], shared by all heads
-    ("self_attention.k_layernorm.weight", ["self_attn.k_norm.weight"], REPLICATED),
-])
-MLP = layer([
-    ("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"], REPLICATED),
-    ("mlp.linear_fc1.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], GATE_UP),
-    ("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], ROW),
-])
-
-# Transformer Engine fuses a norm into the linear that follows and names it after that.
-TE_ALIAS = {".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
-            ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight"}
-
-# What old or odd checkpoints carry beside the weights: derived values, never parameters.
-BUFFERS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)")
-
-WINDOW = {"sliding_window", "max_window_layers"}  # mean nothing unless use_sliding_window is true, which is refused
-
-# FORK POINT: a model family. Compose rule lists, say what differs in TransformerConfig and which keys of config.json
-# the table understands; add a tiny config to CASES in tests/test_convert.py and run `python convert.py check FOLDER`.
-FAMILIES = {f.model_type: f for f in [
-    Family("qwen2", "Qwen2ForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + QKV_BIAS + MLP,
-           dict(add_qkv_bias=True), WINDOW),
-    Family("qwen3", "Qwen3ForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + QK_NORM + MLP,
-           dict(qk_layernorm=True), WINDOW),
-    Family("llama", "LlamaForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + MLP,
-           dict(), set()),
-]}
-
-# ---------------------------------------------------------------------------------------------------------------------
-# config.json: every key is turned into a Megatron field, refused, or known to change nothing
-
-# Read by megatron_config or looked at by family().
-HANDLED = set("""
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters
-    layer_types architectures model_type""".split())
-# Known to leave logits alone: bookkeeping, generation settings, labels of classifiers, marks of the saving tool.
-# So are names that begin with "_" or end in "_token_id".
-INERT = set("""
-    transformers_version dtype torch_dtype use_cache return_dict output_hidden_states output_attentions
-    is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type attn_implementation tokenizer_class
-    pretraining_tp is_llama_config transformers.js_config unsloth_fixed unsloth_version""".split())
-MUST_BE_OFF = dict(
-    use_sliding_window="only full attention is covered; set it to false if your sequences stay below the window",
-    attention_bias="the table has no rule for these biases; add rules in convert.py",
-    mlp_bias="the table has no rule for these biases; add rules in convert.py",
-    attention_dropout="dropout makes the trainer's log-probs random; set it to 0.0 in config.json",
-    quantization_config="training needs plain weights; give the unquantized checkpoint",
-)
-
-
-def load_hf_config(path_or_hub_name):
-    """The transformers config of a local folder (preferred) or a hub name; ValueError says what to fix."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig  # heavy: seconds of import, so not at the top
-
-    folder = model_folder(path_or_hub_name, SMALL_FILES)
-    try:
-        # before transformers sees it: our message names what works here
-        lookup(json.loads((folder / "config.json").read_text()).get("model_type"))
-        return AutoConfig.from_pretrained(folder)
-    except (json.JSONDecodeError, OSError, StrictDataclassError) as e:
-        raise ValueError(f"{folder}/config.json cannot be read ({e}); copy or download it again") from e
-
-
-def family(hf_config) -> Family:
-    """The table for this config. ValueError naming the first thing in config.json that Megatron would not be told."""
-    fam, values = lookup(hf_config.model_type), hf_config.to_dict()
-
-    def refuse(key, why):
-        raise ValueError(f"config.json has {key} = {values.get(key)!r}: {why}")
-
-    if values.get("architectures") and fam.architecture not in values["architectures"] and not has_value_head(hf_config):
-        refuse("architectures", f"only {fam.architecture} is covered; give the causal language model")
-    if has_value_head(hf_config) and hf_config.num_labels != 1:
-        refuse("id2label", "a critic has one label, its value; give a reward model with num_labels=1")
-    if values.get("hidden_act") != "silu":
-        refuse("hidden_act", "only silu (gated) is covered; add the activation to megatron_config in convert.py")
-    if set(values.get("layer_types") or []) - {"full_attention"}:
-        refuse("layer_types", "only full attention is covered; use a model whose layers all have it")
-    if hf_config.num_attention_heads % hf_config.num_key_value_heads:
-        refuse("num_key_value_heads", f"it does not divide the {hf_config.num_attention_heads} heads; fix config.json")
-    for key, why in MUST_BE_OFF.items():
-        if values.get(key):
-            refuse(key, why)
-    refuse_rope(hf_config.rope_parameters or {}, refuse)
-    for key, value in values.items():
-        off = value is None or value is False or value in ("", [], {})
-        known = key in HANDLED | INERT | MUST_BE_OFF.keys() | fam.handled or key.startswith("_")
-        if not off and not known and not key.endswith("_token_id"):
-            refuse(key, f"convert.py does not know this key for {fam.model_type}; if it leaves the logits alone, add "
-                   "it to INERT in convert.py, else handle it in megatron_config")
-    return fam
-
-
-def lookup(model_type) -> Family:
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} has no rule table (there is: {', '.join(sorted(FAMILIES))}); "
-                         "add a table in convert.py")
-    return FAMILIES[model_type]
-
-
-def refuse_rope(rope, refuse):
-    # transformers 5 keeps everything about rope in config.rope_parameters, however old config.json is.
-    kind = rope.get("rope_type")
-    if kind not in ("default", "llama3"):  # yarn, longrope, linear, dynamic, or one dict per layer type (kind is None)
-        refuse("rope_parameters", f"rope type {kind!r} is not covered (default and llama3 are); remove rope_scaling "
-               "from config.json if your sequences stay within the original length")
-    extra = set(rope) - {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
-                         "original_max_position_embeddings"}
-    if extra:  # such as partial_rotary_factor, which transformers' own code of these families ignores
-        refuse("rope_parameters", f"{sorted(extra)} not covered; remove them from config.json if they change nothing")
-
-
-def rope_frequencies(hf_config):
-    """(angle per position [D/2], factor on cos and sin), as transformers computes them for this config."""
-    rope, width = hf_config.rope_parameters, head_dim_of(hf_config)
-    if rope["rope_type"] == "default":
-        return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config, torch.device("cpu"))
-
-
-def megatron_config(hf_config) -> tuple[dict, dict]:
-    """(TransformerConfig fields, GPTModel arguments) that rebuild the architecture; nothing about precision or speed.
-
-    `vocab_size` is the real one: the caller builds GPTModel with padded_vocab_size(vocab_size, tp_size), and keeps the
-    real one for masking the padded logits.
-    """
-    fam = family(hf_config)
-    fields = dict(
-        num_layers=hf_config.num_hidden_layers,
-        hidden_size=hf_config.hidden_size,
-        ffn_hidden_size=hf_config.intermediate_size,
-        num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=head_dim_of(hf_config),  # set always: Qwen3-0.6B has 16 heads of 128 in a hidden size of 1024
-        normalization="RMSNorm", layernorm_epsilon=hf_config.rms_norm_eps,
-        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False,  # fam.fields overrule them
-        attention_dropout=0.0, hidden_dropout=0.0,  # NOTE: Megatron's default is 0.1 for both
-        init_method_std=hf_config.initializer_range,  # seen only by weights that no checkpoint fills
-    )
-    gpt_kwargs = dict(
-        vocab_size=hf_config.vocab_size, max_sequence_length=hf_config.max_position_embeddings,
-        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="none",  # rotary angles are rope_frequencies, applied in the attention
-    )
-    return fields | fam.fields, gpt_kwargs
-
-
-def head_dim_of(cfg) -> int:
-    # Qwen2's config has no head_dim unless config.json names it; Llama's and Qwen3's always do.
-    return getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
-
-
-def check_tp(hf_config, tp_size: int):
-    """ValueError if the model does not divide by tp_size. Call it before anything is built."""
-    groups, ffn = hf_config.num_key_value_heads, hf_config.intermediate_size  # heads are a multiple of groups
-    if groups % tp_size:  # Megatron can replicate kv heads where G < tp, but then a shard is no cut of the whole
-        raise ValueError(f"{groups} kv heads (num_query_groups) cannot be cut over tp {tp_size}; set "
-                         f"tensor_model_parallel_size to a divisor of {groups}; use pp, cp or dp for the other GPUs")
-    if ffn % tp_size:
-        raise ValueError(f"ffn size {ffn} is no multiple of tp {tp_size}; set tensor_model_parallel_size to a divisor")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The table, read in both directions
-
-
-def find_rule(hf_config, megatron_name: str) -> tuple[Rule, int | None]:
-    """The rule of one parameter, and its global layer number (None outside the layers). KeyError if none covers it."""
-    # Only a lookup, cheap enough for a weight sync: megatron_config checked the config before any parameter existed.
-    for te, local in TE_ALIAS.items():
-        megatron_name = megatron_name.replace(te, local)
-    number = re.match(r"decoder\.layers\.(\d+)\.", megatron_name)
-    i = int(number[1]) if number else None
-    pattern = megatron_name if i is None else megatron_name.replace(f".{i}.", ".{i}.", 1)
-    for rule in lookup(hf_config.model_type).rules(hf_config):
-        if rule.megatron == pattern and (i is None or i < hf_config.num_hidden_layers):
-            return rule, i
-    raise KeyError(f"no rule of {hf_config.model_type} ({hf_config.num_hidden_layers} layers) covers the Megatron "
-                   f"parameter {megatron_name!r}; add one in convert.py, or do not ask for it")
-
-
-def to_megatron(hf_config, megatron_name, get_hf_tensor, tp_rank: int, tp_size: int) -> Tensor:
-    """One rank's shard of one parameter, from `get_hf_tensor(name) -> Tensor` (an HFReader, or a dict's __getitem__).
-
-    Keeps the checkpoint's dtype and may be a view: copy it into the parameter, compare the shapes first.
-    """
-    check_tp(hf_config, tp_size)
-    rule, i = find_rule(hf_config, megatron_name)
-    full = rule.kind.merge([get_hf_tensor(name.format(i=i)) for name in rule.hf], hf_config)
-    return rule.kind.shard(full, tp_rank, tp_size)
-
-
-def to_hf(hf_config, megatron_name, shards: list[Tensor]) -> list[tuple[str, Tensor]]:
-    """(HF name, tensor) pairs of one parameter from all its TP shards in rank order; on the shards' device.
-
-    Empty for a tied output layer (the embedding speaks for it). No communication happens here. The tensors may be
-    views of the shards: at tp 1 only q, k and v are copied.
-    """
-    rule, i = find_rule(hf_config, megatron_name)
-    if rule.load_only:
-        return []
-    full = rule.kind.unshard([shard.detach() for shard in shards])  # parameters may come in, no graph goes out
-    tensors = rule.kind.split(full, hf_config)
-    return [(name.format(i=i), tensor) for name, tensor in zip(rule.hf, tensors, strict=True)]
-
-
-def hf_names(hf_config) -> set[str]:
-    """Every name that a complete checkpoint holds: no more, no fewer."""
-    rules = [rule for rule in lookup(hf_config.model_type).rules(hf_config) if not rule.load_only]
-    return {name.format(i=i) for rule in rules for name in rule.hf for i in range(hf_config.num_hidden_layers)}
-
-
-def ignorable(hf_config, name: str) -> bool:
-    """Names that a checkpoint may hold beyond hf_names: old buffers, and the stored twin of a tied embedding."""
-    return bool(BUFFERS.fullmatch(name)) or (hf_config.tie_word_embeddings and name == "lm_head.weight")
-
-
-def check_policy(hf_config):
-    """ValueError for a critic or a reward model, which has no log-probs."""
-    if has_value_head(hf_config):
-        raise ValueError(f"config.json names {hf_config.architectures[0]}, a critic or a reward model; give a causal language "
-                         "model as hf_checkpoint (and this one as critic=dict(hf_checkpoint=...), if you like)")
-
-
-def check_critic(hf_config, folder, tp_size):
-    """ValueError unless the folder's model can be the critic of a policy with this config: any size, the same tokens."""
-    critic = HFReader(folder).hf_config
-    check_tp(critic, tp_size)
-    if critic.vocab_size != hf_config.vocab_size:
-        raise ValueError(f"{folder} has a vocabulary of {critic.vocab_size}, the policy {hf_config.vocab_size}: a critic "
-                         "reads the policy's tokens; give one with the same tokenizer")
-
-
-def check_same_shape(hf_config, folder):
-    """ValueError unless the folder's model (a reference, a teacher) fits into the trainer's layers."""
-    other = load_hf_config(folder)
-    check_policy(other)
-    HFReader(folder, other)  # complete, undamaged
-    for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "tie_word_embeddings", "rope_parameters", "rms_norm_eps"):
-        if getattr(hf_config, key) != getattr(other, key):
-            raise ValueError(f"{folder} has {key} = {getattr(other, key)}, the trained model {getattr(hf_config, key)}: both "
-                             "are computed by the same trainers, so give a model of the same shape (a teacher of another "
-                             "shape: opd_teacher_url)")
-
+from families import check_policy, check_tp, family, has_value_head, hf_names, ignorable, lookup
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders
@@ -478,6 +50,42 @@ def model_folder(path_or_hub_name, patterns: list[str]) -> Path:
         raise ValueError(f"model folder {path_or_hub_name} not found: {why}; give a folder with config.json or a hub "
                          "name you can reach")
     return folder
+
+
+def load_hf_config(path_or_hub_name):
+    """The transformers config of a local folder (preferred) or a hub name; ValueError says what to fix."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig  # heavy: seconds of import, so not at the top
+
+    folder = model_folder(path_or_hub_name, SMALL_FILES)
+    try:
+        # before transformers sees it: our message names what works here
+        lookup(json.loads((folder / "config.json").read_text()).get("model_type"))
+        return AutoConfig.from_pretrained(folder)
+    except (json.JSONDecodeError, OSError, StrictDataclassError) as e:
+        raise ValueError(f"{folder}/config.json cannot be read ({e}); copy or download it again") from e
+
+
+def check_critic(hf_config, folder, tp_size):
+    """ValueError unless the folder's model can be the critic of a policy with this config: any size, the same tokens."""
+    critic = HFReader(folder).hf_config
+    check_tp(critic, tp_size)
+    if critic.vocab_size != hf_config.vocab_size:
+        raise ValueError(f"{folder} has a vocabulary of {critic.vocab_size}, the policy {hf_config.vocab_size}: a critic "
+                         "reads the policy's tokens; give one with the same tokenizer")
+
+
+def check_same_shape(hf_config, folder):
+    """ValueError unless the folder's model (a reference, a teacher) fits into the trainer's layers."""
+    other = load_hf_config(folder)
+    check_policy(other)
+    HFReader(folder, other)  # complete, undamaged
+    for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "tie_word_embeddings", "rope_parameters", "rms_norm_eps"):
+        if getattr(hf_config, key) != getattr(other, key):
+            raise ValueError(f"{folder} has {key} = {getattr(other, key)}, the trained model {getattr(hf_config, key)}: both "
+                             "are computed by the same trainers, so give a model of the same shape (a teacher of another "
+                             "shape: opd_teacher_url)")
 
 
 class HFReader:

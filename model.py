@@ -44,6 +44,7 @@ from torch import Tensor
 
 import algos
 import convert
+import families
 import layers
 import logprobs
 from buffer import PackedBatch
@@ -141,20 +142,20 @@ class MegatronModel:
         self.device = torch.device(cfg.device)
         self.hf_config = convert.load_hf_config(hf_folder)
         if value_head:
-            self.hf_config = convert.value_config(self.hf_config)
-        convert.check_tp(self.hf_config, grid.tp_size)
+            self.hf_config = families.value_config(self.hf_config)
+        families.check_tp(self.hf_config, grid.tp_size)
         self.dtype = getattr(torch, cfg.dtype)
         self.config, gpt_kwargs = self.build_config()
-        inv_freq, self.rope_scale = convert.rope_frequencies(self.hf_config)
+        inv_freq, self.rope_scale = families.rope_frequencies(self.hf_config)
         self.inv_freq = inv_freq.to(self.device)                                                  # [D/2]
         self.vocab_size = gpt_kwargs["vocab_size"]
-        self.rows = convert.padded_vocab_size(self.vocab_size, grid.tp_size) // grid.tp_size      # V/tp, with padding
+        self.rows = families.padded_vocab_size(self.vocab_size, grid.tp_size) // grid.tp_size      # V/tp, with padding
         module = self.build_module(gpt_kwargs)
         self.chunks = [module]               # a list, because Megatron's schedules take one (virtual pipeline stages)
         # NOTE: with perform_initialization=False Megatron does not mark which weights are shards, and the gradient norm would
         # count one TP rank's shards only.
         for name, param in self.named_parameters():
-            param.tensor_model_parallel = convert.find_rule(self.hf_config, name)[0].kind is not convert.REPLICATED
+            param.tensor_model_parallel = families.find_rule(self.hf_config, name)[0].kind is not families.REPLICATED
         self.load_hf(hf_folder)
         self.away, self.host, self.loading, self.copied = {}, {}, None, set()    # see sleep()
         self.optimizer = self.scheduler = None
@@ -166,7 +167,7 @@ class MegatronModel:
     # -- building
     def build_config(self) -> tuple[TransformerConfig, dict]:
         cfg = self.cfg
-        fields, gpt_kwargs = convert.megatron_config(self.hf_config)
+        fields, gpt_kwargs = families.megatron_config(self.hf_config)
         fields |= dict(
             tensor_model_parallel_size=self.grid.tp_size, pipeline_model_parallel_size=self.grid.pp_size,
             sequence_parallel=cfg.sequence_parallel, params_dtype=self.dtype, pipeline_dtype=self.dtype,
@@ -232,10 +233,10 @@ class MegatronModel:
         may begin as a policy, with a head of zeros: V = 0."""
         reader = convert.HFReader(folder)
         for name, param in self.named_parameters():
-            if self.value_head and name == "output_layer.weight" and convert.VALUE_HEAD not in reader.where:
+            if self.value_head and name == "output_layer.weight" and families.VALUE_HEAD not in reader.where:
                 param.zero_()
                 continue
-            tensor = convert.to_megatron(self.hf_config, name, reader, self.grid.tp_rank, self.grid.tp_size)
+            tensor = families.to_megatron(self.hf_config, name, reader, self.grid.tp_rank, self.grid.tp_size)
             assert tensor.shape == param.shape, f"{name}: checkpoint {tuple(tensor.shape)}, model {tuple(param.shape)}"
             param.copy_(tensor)
 

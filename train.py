@@ -33,6 +33,7 @@ import algos
 import buffer
 import checks
 import convert
+import families
 import memory
 import placement
 import rewards
@@ -142,7 +143,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     with reading_input():
         hf_config = convert.load_hf_config(model_dir)
         reader = convert.HFReader(model_dir, hf_config)          # refuses a damaged or incomplete model
-        convert.check_policy(hf_config)
+        families.check_policy(hf_config)
         for other in filter(None, (cfg.ref_load, cfg.opd_teacher_load)):
             convert.check_same_shape(hf_config, other)
         if "hf_checkpoint" in cfg.critic:

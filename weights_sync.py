@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import convert
+import families
 from engines import call, free_port
 
 GROUP = "nanoslime_weights"
@@ -58,14 +59,14 @@ def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
     grid = model.grid
     assert stage == grid.pp_rank, f"stage {stage} asked on a rank of stage {grid.pp_rank}"
     for name, param in model.named_parameters():
-        rule, _ = convert.find_rule(model.hf_config, name)
+        rule, _ = families.find_rule(model.hf_config, name)
         if rule.load_only:                   # the last stage's copy of a tied embedding: stage 0 sends it
             continue
         shards = [param.detach()]
-        if grid.tp_size > 1 and rule.kind is not convert.REPLICATED:
+        if grid.tp_size > 1 and rule.kind is not families.REPLICATED:
             shards = [torch.empty_like(param) for _ in range(grid.tp_size)]
             dist.all_gather(shards, param.detach(), group=grid.tp_group)
-        yield from convert.to_hf(model.hf_config, name, shards)
+        yield from families.to_hf(model.hf_config, name, shards)
 
 
 def buckets(model, bucket_bytes: int) -> Iterator[Bucket]:

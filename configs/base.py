@@ -52,7 +52,7 @@ class Config:
     # ---- machines --------------------------------------------------------------------------------------------------
     device: Literal["auto", "cpu", "cuda"] = "auto"   # auto: cuda where there is a GPU
     ray_address: str | None = None           # an existing Ray cluster ("auto" or ip:port); None: start one here
-    actor_num_gpus: int = 1                  # trainer ranks; = tp * pp * dp
+    actor_num_gpus: int = 1                  # trainer ranks; = tp * pp * cp * dp
     rollout_num_gpus: int | None = None      # for all engines together; None: as many as the trainers when colocated
     rollout_num_gpus_per_engine: int = 1     # tensor-parallel size of one SGLang engine
     colocate: bool = False                   # engines and trainers share the same GPUs, in turns
@@ -64,10 +64,16 @@ class Config:
     # ---- the model and how it is split ---------------------------------------------------------------------------
     tensor_model_parallel_size: int = 1      # each matrix over this many ranks
     pipeline_model_parallel_size: int = 1    # the layers over this many stages
+    virtual_pipeline_model_parallel_size: int | None = None  # each stage holds so many separate runs of layers (2104.04473)
+    context_parallel_size: int = 1           # each sequence over this many ranks, in a zigzag (Ring Attention 2310.01889)
+    expert_model_parallel_size: int = 1      # the experts of each layer over this many of the tp * cp * dp ranks
+    expert_tensor_parallel_size: int = 1     # each expert's matrices over this many of them
     sequence_parallel: bool = False          # with TP: norms and residuals split along the tokens (Megatron-LM 2205.05198)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU (fp32 main weights), float32 on CPU
     max_tokens_per_gpu: int = 4096           # packed tokens of one micro-batch; one longer sample still gets its own
     log_probs_chunk_size: int = 2048         # tokens whose logits exist at one time
+    use_routing_replay: bool = False         # experts that the old log-probs' pass chose are used in training too (R2)
+    use_rollout_routing_replay: bool = False # those that the engine chose, in every pass of the trainers (R3, 2510.11370)
     ref_load: str | None = None              # the reference model of the KL terms; None: hf_checkpoint
     megatron: dict = field(default_factory=dict)  # any field of Megatron's TransformerConfig, OptimizerConfig, DDP config
 
@@ -110,6 +116,7 @@ class Config:
     request_retries: int = 3                 # after an engine died under it
     max_engine_restarts: int = 3             # in a whole run; then the run says why and ends
     health_check_interval_s: float | None = None     # an engine silent for three of these is restarted; None: 10, a CPU 60
+    rollout_quantization: Literal["fp8"] | None = None   # engines hold fp8 weights in blocks of 128 x 128; trainers do not
     sglang: dict = field(default_factory=dict)  # any field of SGLang's ServerArgs
 
     # ---- rewards ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import convert
+import families
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = dict(vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -70,7 +71,7 @@ def broken(folders, tmp_path):
 
 def megatron_names(cfg):
     """All parameters of an uncut Megatron model, by the table."""
-    rules = convert.family(cfg).rules(cfg)
+    rules = families.family(cfg).rules(cfg)
     return {r.megatron.format(i=i) for r in rules if not r.load_only for i in range(cfg.num_hidden_layers)}
 
 
@@ -83,12 +84,12 @@ def test_round_trip_is_bit_exact(folders, case, tp_size):
     reader = convert.HFReader(folders / case)
     cfg, back = reader.hf_config, {}
     for name in sorted(megatron_names(cfg)):
-        shards = [convert.to_megatron(cfg, name, reader, r, tp_size) for r in range(tp_size)]
+        shards = [families.to_megatron(cfg, name, reader, r, tp_size) for r in range(tp_size)]
         assert len({s.shape for s in shards}) == 1, f"{name}: every TP rank has the same shape"
-        for hf_name, tensor in convert.to_hf(cfg, name, shards):
+        for hf_name, tensor in families.to_hf(cfg, name, shards):
             assert hf_name not in back, f"{hf_name} written twice"
             back[hf_name] = tensor
-    assert back.keys() == convert.hf_names(cfg) == set(reader.names())
+    assert back.keys() == families.hf_names(cfg) == set(reader.names())
     for name, tensor in back.items():
         assert torch.equal(tensor, reader(name)), name
 
@@ -96,17 +97,17 @@ def test_round_trip_is_bit_exact(folders, case, tp_size):
 def test_tied_output_layer_loads_the_embedding_and_is_written_once(folders):
     # The last pipeline stage of a tied model owns a copy under the name output_layer.weight.
     reader = convert.HFReader(folders / "qwen3_tied")
-    head = convert.to_megatron(reader.hf_config, "output_layer.weight", reader, 0, 1)
+    head = families.to_megatron(reader.hf_config, "output_layer.weight", reader, 0, 1)
     assert torch.equal(head[:101], reader("model.embed_tokens.weight"))
-    assert convert.to_hf(reader.hf_config, "output_layer.weight", [head]) == []
+    assert families.to_hf(reader.hf_config, "output_layer.weight", [head]) == []
 
 
 def test_tp1_copies_nothing_but_qkv(folders):
     reader = convert.HFReader(folders / "qwen3")
     for name in sorted(megatron_names(reader.hf_config)):
-        shard = convert.to_megatron(reader.hf_config, name, reader, 0, 1)
+        shard = families.to_megatron(reader.hf_config, name, reader, 0, 1)
         ours = shard.untyped_storage().data_ptr()
-        for hf_name, t in convert.to_hf(reader.hf_config, name, [shard]):
+        for hf_name, t in families.to_hf(reader.hf_config, name, [shard]):
             is_view = t.untyped_storage().data_ptr() == ours
             assert is_view == ("linear_qkv" not in name), hf_name
 
@@ -120,7 +121,7 @@ def test_qkv_computes_the_same_heads(folders, case, tp_size):
     """Cut each rank's fused projection as Megatron's attention does; compare every head with HF's projections."""
     reader = convert.HFReader(folders / case)
     cfg = reader.hf_config
-    groups, heads, d = 2, 4, convert.head_dim_of(cfg)
+    groups, heads, d = 2, 4, families.head_dim_of(cfg)
     x = torch.randn(5, 64, dtype=torch.float64)  # [T, H]
     hf = {}
     for p in "qkv":
@@ -130,9 +131,9 @@ def test_qkv_computes_the_same_heads(folders, case, tp_size):
         hf[p] = y.view(5, -1, d)  # [T, heads, D]
     for r in range(tp_size):
         name = "decoder.layers.1.self_attention.linear_qkv."
-        mixed = x @ convert.to_megatron(cfg, name + "weight", reader, r, tp_size).double().T
+        mixed = x @ families.to_megatron(cfg, name + "weight", reader, r, tp_size).double().T
         if case == "qwen2":
-            mixed = mixed + convert.to_megatron(cfg, name + "bias", reader, r, tp_size).double()
+            mixed = mixed + families.to_megatron(cfg, name + "bias", reader, r, tp_size).double()
         mixed = mixed.view(5, groups // tp_size, heads // groups + 2, d)  # [T, G/tp, A/G + 2, D]
         for local in range(groups // tp_size):
             g = r * (groups // tp_size) + local
@@ -152,21 +153,21 @@ def test_mlp_of_the_shards_sums_to_the_whole(folders, tp_size):
     parts = 0
     for r in range(tp_size):
         names = [f"decoder.layers.2.mlp.linear_fc{k}.weight" for k in (1, 2)]
-        fc1, fc2 = (convert.to_megatron(cfg, name, reader, r, tp_size).double() for name in names)
+        fc1, fc2 = (families.to_megatron(cfg, name, reader, r, tp_size).double() for name in names)
         gate, up = (x @ fc1.T).chunk(2, dim=-1)  # [T, F/tp] each, as Megatron's gated linear unit cuts it
         parts = parts + (silu(gate) * up) @ fc2.T  # row-parallel: the all-reduce is this sum
     torch.testing.assert_close(parts, whole)
 
 
 def test_vocabulary_padding_is_zeros_at_the_end(folders):
-    assert [convert.padded_vocab_size(v, t) for v, t in ((101, 1), (101, 2), (151936, 16), (128256, 8))] == [
+    assert [families.padded_vocab_size(v, t) for v, t in ((101, 1), (101, 2), (151936, 16), (128256, 8))] == [
         104, 112, 151936, 128256]
     reader = convert.HFReader(folders / "qwen3")
-    shards = [convert.to_megatron(reader.hf_config, "output_layer.weight", reader, r, 2) for r in range(2)]
+    shards = [families.to_megatron(reader.hf_config, "output_layer.weight", reader, r, 2) for r in range(2)]
     full = torch.cat(shards)  # [V_padded, H]
     assert full.shape == (112, 64) and torch.equal(full[:101], reader("lm_head.weight")) and not full[101:].any()
     tiny = torch.ones(3, 2)  # a vocabulary that ends before the last rank: that rank is all padding
-    assert not convert.VOCAB.shard(tiny, 1, 2).any() and convert.VOCAB.shard(tiny, 1, 2).shape == (8, 2)
+    assert not families.VOCAB.shard(tiny, 1, 2).any() and families.VOCAB.shard(tiny, 1, 2).shape == (8, 2)
 
 
 # ---- against a real Megatron model ----------------------------------------------------------------------------------
@@ -196,8 +197,8 @@ def test_names_shapes_and_rope_match_a_real_gptmodel(folders, megatron, case):
 
     reader = convert.HFReader(folders / case)
     cfg = reader.hf_config
-    fields, gpt_kwargs = convert.megatron_config(cfg)
-    gpt_kwargs["vocab_size"] = convert.padded_vocab_size(gpt_kwargs["vocab_size"], 1)
+    fields, gpt_kwargs = families.megatron_config(cfg)
+    gpt_kwargs["vocab_size"] = families.padded_vocab_size(gpt_kwargs["vocab_size"], 1)
     config = TransformerConfig(**fields, use_cpu_initialization=True, persist_layer_norm=False)
     spec = get_gpt_layer_local_spec(qk_layernorm=fields["qk_layernorm"], normalization=fields["normalization"])
     model = GPTModel(config, spec, **gpt_kwargs)
@@ -205,22 +206,22 @@ def test_names_shapes_and_rope_match_a_real_gptmodel(folders, megatron, case):
     params = dict(model.named_parameters())
     assert params.keys() == megatron_names(cfg)
     for name, p in params.items():
-        assert convert.to_megatron(cfg, name, reader, 0, 1).shape == p.shape, name
+        assert families.to_megatron(cfg, name, reader, 0, 1).shape == p.shape, name
     # Rope: the frequencies themselves, so theta, head_dim and llama3 scaling all agree with transformers.
     hf_rope = AutoModelForCausalLM.from_pretrained(folders / case).model.rotary_emb
-    frequencies, factor = convert.rope_frequencies(cfg)
+    frequencies, factor = families.rope_frequencies(cfg)
     assert torch.equal(frequencies, hf_rope.inv_freq) and factor == hf_rope.attention_scaling == 1.0
 
 
 def test_models_that_cannot_stand_where_they_are_given(folders, tmp_path):
     """A critic is no policy; a reference or a teacher has the trainer's shape. That critics load and are written: test_layouts.py."""
     policy = convert.load_hf_config(folders / "qwen3")
-    critic = convert.value_config(policy)
-    assert convert.hf_names(critic) == convert.hf_names(policy) - {"lm_head.weight"} | {"score.weight"}
-    assert not convert.has_value_head(policy) and convert.family(critic)
-    convert.check_policy(policy)
+    critic = families.value_config(policy)
+    assert families.hf_names(critic) == families.hf_names(policy) - {"lm_head.weight"} | {"score.weight"}
+    assert not families.has_value_head(policy) and families.family(critic)
+    families.check_policy(policy)
     with pytest.raises(ValueError, match="Qwen3ForSequenceClassification, a critic or a reward model; give a causal language model"):
-        convert.check_policy(critic)
+        families.check_policy(critic)
     convert.check_same_shape(policy, folders / "qwen3")
     for other, what in (("qwen2", "model_type = qwen2"), ("qwen3_tied", "tie_word_embeddings = True")):
         with pytest.raises(ValueError, match=f"has {what}, the trained model .*same shape .*opd_teacher_url"):
@@ -231,12 +232,12 @@ def test_transformer_engine_names_are_the_same_rules():
     cfg = make_config("qwen3")
     for te, local in (("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
                       ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")):
-        found = convert.find_rule(cfg, f"decoder.layers.2.{te}")
-        assert found == convert.find_rule(cfg, f"decoder.layers.2.{local}") and found[1] == 2
+        found = families.find_rule(cfg, f"decoder.layers.2.{te}")
+        assert found == families.find_rule(cfg, f"decoder.layers.2.{local}") and found[1] == 2
     beyond, unknown = "decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.0.mlp.router.weight"
     for name in (beyond, unknown, "value_head.weight"):
         with pytest.raises(KeyError, match="no rule of qwen3 .3 layers. covers"):
-            convert.find_rule(cfg, name)
+            families.find_rule(cfg, name)
 
 
 # ---- refusals, by name ----------------------------------------------------------------------------------------------
@@ -267,9 +268,9 @@ YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_
 def test_config_that_is_not_covered_is_refused_by_name(case, changes, message):
     cfg = make_config(case, **changes)
     with pytest.raises(ValueError, match=message):
-        convert.family(cfg)
+        families.family(cfg)
     with pytest.raises(ValueError, match=message):  # so no model can be built from it either
-        convert.megatron_config(cfg)
+        families.megatron_config(cfg)
 
 
 def test_smollm2_and_old_rope_keys_pass(tmp_path):
@@ -281,17 +282,17 @@ def test_smollm2_and_old_rope_keys_pass(tmp_path):
                **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})
     (tmp_path / "config.json").write_text(json.dumps(raw))
     cfg = convert.load_hf_config(tmp_path)
-    fields, gpt_kwargs = convert.megatron_config(cfg)
-    assert convert.rope_frequencies(cfg)[0][1] == pytest.approx(100000 ** (-2 / 16))
+    fields, gpt_kwargs = families.megatron_config(cfg)
+    assert families.rope_frequencies(cfg)[0][1] == pytest.approx(100000 ** (-2 / 16))
     assert gpt_kwargs["share_embeddings_and_output_weights"] is True
     assert (fields["num_layers"], fields["kv_channels"], fields["layernorm_epsilon"]) == (3, 16, 1e-5)
 
 
 def test_tp_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="2 kv heads .* cannot be cut over tp 4; set tensor_model_parallel_size"):
-        convert.check_tp(make_config("qwen3"), 4)
+        families.check_tp(make_config("qwen3"), 4)
     with pytest.raises(ValueError, match="ffn size 97"):
-        convert.check_tp(make_config("qwen3", intermediate_size=97), 2)
+        families.check_tp(make_config("qwen3", intermediate_size=97), 2)
 
 
 def test_folders_and_types_that_are_not_there(tmp_path, monkeypatch):
@@ -387,8 +388,8 @@ def test_save_hf_loads_in_transformers(folders, tmp_path, case, max_shard_bytes)
 
     def stream():  # as the trainer does: Megatron shards of 2 ranks, bf16, gathered one by one
         for name in sorted(megatron_names(cfg)):
-            shards = [convert.to_megatron(cfg, name, reader, r, 2).bfloat16() for r in (0, 1)]
-            yield from convert.to_hf(cfg, name, shards)
+            shards = [families.to_megatron(cfg, name, reader, r, 2).bfloat16() for r in (0, 1)]
+            yield from families.to_hf(cfg, name, shards)
 
     convert.save_hf(tmp_path / "new" / "out", folders / case, cfg, stream(), max_shard_bytes)
     files = sorted(p.name for p in (tmp_path / "new" / "out").iterdir())
@@ -401,7 +402,7 @@ def test_save_hf_loads_in_transformers(folders, tmp_path, case, max_shard_bytes)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype == torch.bfloat16
     for name, tensor in model.state_dict().items():
-        if name in convert.hf_names(cfg):
+        if name in families.hf_names(cfg):
             assert torch.equal(tensor, reader(name).bfloat16()), name
 
 

@@ -130,7 +130,8 @@ def test_ppo_with_examples_resumes_exactly(run_file, tmp_path):
     assert rows[1]["train/sft_loss"] > 0 and rows[1]["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert rows[1]["train/train_rollout_logprob_abs_diff"] < 1e-4
     import convert
-    assert convert.has_value_head(convert.HFReader(tmp_path / "whole" / "hf" / "critic" / "iter_0000003").hf_config)
+    import families
+    assert families.has_value_head(convert.HFReader(tmp_path / "whole" / "hf" / "critic" / "iter_0000003").hf_config)
     done = run([str(ppo), f"--hf_checkpoint={tmp_path / 'whole' / 'hf' / 'critic' / 'iter_0000003'}", f"--output_dir={tmp_path}"])
     assert done.returncode == 1 and "a critic or a reward model; give a causal language model as hf_checkpoint" in done.stderr
 

@@ -15,6 +15,7 @@ import torch
 import algos
 import buffer
 import convert
+import families
 from helpers import make_cfg, run_workers
 
 LAYOUTS = {"one": (1, dict()), "tp2": (2, dict(tensor_model_parallel_size=2)), "pp2": (2, dict(pipeline_model_parallel_size=2)),
@@ -103,7 +104,7 @@ def ask_transformers(family: str, folder: str, samples) -> dict:
         weight, sample, torch.cat(logp), torch.cat(entropy), advantages=torch.cat(data["advantages"]),
         old_logp=torch.cat(data["log_probs"]), ref_logp=torch.cat(data["ref_log_probs"])))
     loss.backward()
-    names = convert.hf_names(model.config)   # without the stored twin of a tied embedding
+    names = families.hf_names(model.config)   # without the stored twin of a tied embedding
     out["gradients"] = {n: p.grad for n, p in model.named_parameters() if n in names}
     out["metrics"] = algos.reduce_metrics({k: float(v) for k, v in sums.items()})
     out["metrics"]["grad_norm"] = math.sqrt(sum(float(p.square().sum()) for p in out["gradients"].values()))
@@ -308,9 +309,9 @@ def test_loss_and_gradients_equal_transformers(job, ranks, family):
         stage = sorted((r for r in ranks if r["place"][0] == pp and r["place"][2] == 0), key=lambda r: r["place"][1])
         for name in stage[0]["gradients"][family]:
             shards = [r["gradients"][family][name] for r in stage]
-            if convert.find_rule(hf_config, name)[0].kind is convert.REPLICATED:
+            if families.find_rule(hf_config, name)[0].kind is families.REPLICATED:
                 assert all(torch.allclose(s, shards[0], atol=1e-6) for s in shards), f"{name} differs between TP ranks"
-            got |= convert.to_hf(hf_config, name, shards)
+            got |= families.to_hf(hf_config, name, shards)
     assert got.keys() == reference["gradients"].keys()
     largest = max(float(g.abs().max()) for g in reference["gradients"].values())
     for name, want in reference["gradients"].items():

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import buffer
 import convert
+import families
 import weights_sync
 from actor import Trainers
 from buffer import Sample, Status
@@ -128,7 +129,7 @@ def test_buckets_hold_every_tensor_once(trainers, other_model, bucket_bytes):
                 for bucket in weights_sync.buckets(actor.model, bucket_bytes)]
     for got in on_every_rank(trainers, inside, bucket_bytes):            # the other ranks only help, but they see the same
         names = [name for bucket in got for name in bucket[0]]
-        assert sorted(names) == sorted(want) and set(names) == convert.hf_names(convert.load_hf_config(other_model))
+        assert sorted(names) == sorted(want) and set(names) == families.hf_names(convert.load_hf_config(other_model))
         for names, nbytes, tensors in got:
             assert nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
             assert nbytes <= bucket_bytes or len(names) == 1, f"{names} are {nbytes} bytes"
