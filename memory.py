@@ -1,10 +1,11 @@
 """
 memory.py: who leaves a GPU while the other works? What trainer and engine need of one that they share.
 
-    what a rank keeps, what it needs while it trains (plan.py) --share_memory--> offload_train, offload_rollout, mem_fraction_static
-
+    what a rank keeps, what it needs while it trains (plan.py) --share_memory--> offload_train, offload_rollout,
+                                                                                 mem_fraction_static
 Test:  pytest tests/test_memory.py
-Knows nothing about: which GPUs, and whose; how many bytes anything has. The moves are in model.py (sleep, wake) and engines.py.
+Knows nothing about: which GPUs, and whose; how many bytes anything has (plan.py). The moves are in model.py (sleep, wake)
+       and engines.py.
 """
 import dataclasses
 
@@ -32,11 +33,12 @@ def share_memory(cfg, hf_config, gpu_bytes: int):
         return dataclasses.replace(cfg, offload_train=False, offload_rollout=False)
     rank = plan.trainer(cfg, hf_config)      # a critic beside the actor counted in
     weights, kept, training = (size / gpu_bytes for size in (rank.weights, rank.kept, rank.total))
-    room = 1 - cfg.sglang.get("mem_fraction_static", USEFUL_ENGINE) - plan.SLACK - plan.CUDA    # beside an engine
+    share = 1 - plan.SLACK - plan.CUDA       # of both sides
+    room = share - cfg.sglang.get("mem_fraction_static", USEFUL_ENGINE)        # for the trainer, beside an engine
     new = dict(offload_rollout=training > room, offload_train=kept > room)
     new = {key: value for key, value in new.items() if getattr(cfg, key) is None}
     cfg = dataclasses.replace(cfg, **new)
     beside = training                        # what the engine must leave free while it generates
     if cfg.offload_rollout:                  # weights also where the trainer left: a restarted engine gets them in mid-rollout
         beside = (weights if cfg.offload_train else kept) + 3 * cfg.update_weight_buffer_size / gpu_bytes
-    return dataclasses.replace(cfg, sglang={"mem_fraction_static": round(max(1 - plan.SLACK - plan.CUDA - beside, 0.1), 2)} | cfg.sglang)
+    return dataclasses.replace(cfg, sglang={"mem_fraction_static": round(max(share - beside, 0.1), 2)} | cfg.sglang)

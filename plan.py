@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from configs.base import Config, dp_size, need
 from configs.validate import validate_layout
-from sizes import Parameters, head_dim, is_mla, moe_layers, num_experts, of_layers, parameters, read_config
+from sizes import Parameters, head_dim, is_mla, moe_layers, num_experts, of_layers, parameters, read_config, vocab
 
 GPU_MIB = {"A100": 81920, "H100": 81559, "H20": 97871, "H200": 143771, "B200": 183359}    # nvidia-smi's memory.total
 CUDA = 0.05                                  # share of a GPU: contexts and kernels of both sides
 SLACK = 0.1                                  # that an engine leaves free of its own: CUDA graphs, activations, fragmentation
-ENGINE_SHARE = 0.88                          # about what SGLang takes for weights and cache where nobody says mem_fraction_static
-# Bytes a second of a whole sync, 8,045 MB in 0.043 and 0.047 s on one node (benchmarks/h200.md). Between nodes the network is slower.
+ENGINE_SHARE = 0.88                          # about what SGLang takes for weights and cache where nothing is set
+# Bytes a second of a sync: 8,045 MB in 0.043 and 0.047 s within a node (benchmarks/h200.md). Between nodes: slower.
 SYNC_RATE = {"tensor": 187e9, "distributed": 171e9}
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -43,7 +43,7 @@ class Rank:
     optimizer: float                         # fp32 main weights and Adam's two moments
     activations: float
     logits: float                            # of one chunk, on the last stage
-    host: float                              # CPU memory: what is moved out while engines work, other models, offloaded optimizer
+    host: float                              # CPU memory: what leaves while engines work, other models, offloaded optimizer
 
     @property
     def kept(self):
@@ -57,11 +57,11 @@ class Rank:
 def stages(cfg, c) -> list[list[bool]]:
     """The layers of each pipeline stage, as moe_layers gives them; with virtual stages each takes several runs of layers."""
     pp, runs, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, moe_layers(c)
-    ends = {0: cfg.megatron.get("num_layers_in_first_pipeline_stage"), pp - 1: cfg.megatron.get("num_layers_in_last_pipeline_stage")}
-    ends = {stage: count for stage, count in ends.items() if count and pp > 1}
+    given = {0: "num_layers_in_first_pipeline_stage", pp - 1: "num_layers_in_last_pipeline_stage"}
+    ends = {stage: cfg.megatron[key] for stage, key in given.items() if pp > 1 and cfg.megatron.get(key)}
     rest, others = len(layers) - sum(ends.values()), pp - len(ends)
-    need(rest == 0 if not others else rest > 0 and rest % others == 0, f"{len(layers)} layers do not divide over pp {pp}; set "
-         f"megatron=dict(num_layers_in_last_pipeline_stage={last_stage(len(layers), pp)})")
+    need(rest == 0 if not others else rest > 0 and rest % others == 0, f"{len(layers)} layers do not divide over pp {pp}; "
+         f"set megatron=dict(num_layers_in_last_pipeline_stage={last_stage(len(layers), pp)})")
     sizes = [ends.get(stage) or rest // others for stage in range(pp)]
     need(all(size % runs == 0 for size in sizes), f"stages of {sizes} layers do not divide into {runs} runs each; set "
          "virtual_pipeline_model_parallel_size to a divisor of all")
@@ -93,13 +93,13 @@ def layer_activations(cfg, c, moe: bool) -> float:
     """Bytes of one token that one layer keeps for the backward pass: each matrix's input, each norm's and SwiGLU's, what the
     attention needs; bf16. (After 2205.05198, sec. 4, without attention scores, and with this model's own widths.)"""
     hidden, heads, tp = c.hidden_size, c.num_attention_heads, cfg.tensor_model_parallel_size
-    stream = (6 if c.model_type == "glm4" else 4) * hidden       # norms' inputs and outputs: split by sequence parallelism only
+    stream = (6 if c.model_type == "glm4" else 4) * hidden       # norms' inputs and outputs, which tp alone does not split
     if is_mla(c):
         wide = c.qk_nope_head_dim + c.qk_rope_head_dim
         stream += 2 * (c.kv_lora_rank + (c.q_lora_rank or 0)) + c.qk_rope_head_dim
         inside = heads * (3 * wide + c.qk_nope_head_dim + 2 * c.v_head_dim)    # q, rotated q, k; k and v as projected; output
     else:
-        inside = 2 * (heads + c.num_key_value_heads) * head_dim(c) + (c.num_key_value_heads + heads) * head_dim(c)
+        inside = 3 * (heads + c.num_key_value_heads) * head_dim(c)             # q, k, v; rotated q, k; output
     if moe:                                  # each of k copies: input, gate and up, their product
         shared = getattr(c, "n_shared_experts", 0) or 0
         inside += c.num_experts_per_tok * (hidden + 3 * c.moe_intermediate_size) + 3 * shared * c.moe_intermediate_size
@@ -112,7 +112,7 @@ def activations(cfg, c, stage: int = 0) -> float:
     """Bytes on a rank of this stage. 1F1B holds pp - stage micro-batches, virtual stages some more (2104.04473, sec. 2.2)."""
     pp, runs, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, stages(cfg, c)[stage]
     waiting = pp - stage if runs == 1 else min((2 * (pp - stage - 1) + (runs - 1) * pp + 1) / runs, pp * 2)
-    each, again, at_once, kept = {moe: layer_activations(cfg, c, moe) for moe in (False, True) if moe in layers}, 0, 1, 1
+    each, again, at_once, kept = {moe: layer_activations(cfg, c, moe) for moe in set(layers)}, 0, 1, 1
     if cfg.megatron.get("recompute_granularity") == "full":
         count = cfg.megatron.get("recompute_num_layers") or 1
         if cfg.megatron.get("recompute_method") == "block":      # the first so many of each run of layers
@@ -131,7 +131,7 @@ def trainer(cfg, c) -> Rank:
     copies = cp * dp_size(cfg) if split else 1                   # ranks that share one optimizer state
     expert_copies = tp * cp * dp_size(cfg) / (ep * etp) if split else 1
     weight, state = (2, 12) if cfg.dtype == "bfloat16" else (4, 8)             # in fp32 the weights are the main weights
-    models = 2 if cfg.critic and not cfg.critic_num_gpus else 1
+    models = 2 if cfg.critic and not cfg.critic_num_gpus else 1  # actor and critic
     others = bool(cfg.use_kl_loss or cfg.kl_coef) + bool(cfg.opd_teacher_load)
     fraction = cfg.megatron.get("optimizer_offload_fraction", 1.0) if cfg.megatron.get("optimizer_cpu_offload") else 0
     found = []
@@ -163,14 +163,14 @@ class Engine:
 
 
 def engine(cfg, c, gpu_bytes: float) -> Engine:
-    """One SGLang engine. With enable_dp_attention its GPUs are dp_size groups with tokens of their own, and all but the experts
-    is cut inside a group only."""
+    """One SGLang engine. With enable_dp_attention its GPUs are dp_size groups with tokens of their own, and all but the
+    experts is cut inside a group only."""
     groups = cfg.sglang.get("dp_size", 1) if cfg.sglang.get("enable_dp_attention") else 1
     width = cfg.rollout_num_gpus_per_engine
     tp = max(width // groups, 1)
-    values = c.num_hidden_layers * ((c.kv_lora_rank + c.qk_rope_head_dim) if is_mla(c) else          # a latent, on each GPU
-                                    2 * max(c.num_key_value_heads / tp, 1) * head_dim(c))            # k and v of at least one head
-    token_bytes = values * (1 if str(cfg.sglang.get("kv_cache_dtype")).startswith("fp8") else 2)
+    # MLA: the latent, on each GPU; else k and v of at least one head.
+    each = c.kv_lora_rank + c.qk_rope_head_dim if is_mla(c) else 2 * max(c.num_key_value_heads / tp, 1) * head_dim(c)
+    token_bytes = c.num_hidden_layers * each * (1 if str(cfg.sglang.get("kv_cache_dtype")).startswith("fp8") else 2)
     weights = model_bytes(cfg, c, tp, width)
     cache = max(cfg.sglang.get("mem_fraction_static", ENGINE_SHARE) * gpu_bytes - weights, 0)
     tokens = int(groups * cache / token_bytes)
@@ -179,9 +179,9 @@ def engine(cfg, c, gpu_bytes: float) -> Engine:
 
 def model_bytes(cfg, c, tp: int = 1, width: int = 1) -> float:
     """Of an engine's weights on one of its GPUs; with tp 1 and width 1 of a whole weight sync."""
-    ours, vocab = parameters(c), c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+    ours = parameters(c)
     size = 1 + 4 / 128**2 if cfg.rollout_quantization else 2     # fp8 and an fp32 scale for each block; embeddings stay bf16
-    return 2 * (vocab / tp + ours.whole) + size * ((ours.cut - vocab) / tp + ours.experts / width)
+    return 2 * (vocab(c) / tp + ours.whole) + size * ((ours.cut - vocab(c)) / tp + ours.experts / width)
 
 
 # ---- Does it fit? ------------------------------------------------------------------------------------------------------
@@ -202,14 +202,16 @@ def problems(cfg, c, gpu_bytes: float) -> list[str]:
     beside = share if engines and cfg.colocate and cfg.offload_rollout is False else 0
     if rank.total / gpu_bytes + beside + CUDA > 1:
         found.append(f"training may need {rank.total / 1e9:.0f} GB" + (f" beside the engine's {beside:.2f}" if beside else "")
-                     + f" of a GPU's {gpu_bytes / 1e9:.0f}; set max_tokens_per_gpu lower, megatron={RECOMPUTE}, or use more GPUs")
+                     + f" of a GPU's {gpu_bytes / 1e9:.0f}; set max_tokens_per_gpu lower, "
+                     + ("" if RECOMPUTE.items() <= cfg.megatron.items() else f"megatron={RECOMPUTE}, ") + "or use more GPUs")
     if not engines:
         return found
     if engine(cfg, c, gpu_bytes).samples < 1:
-        found.append(f"an engine's {share:.2f} of a GPU holds {engine(cfg, c, gpu_bytes).weights / 1e9:.0f} GB of weights and no "
-                     f"cache for a sample of {sample_tokens(cfg):,} tokens; set rollout_num_gpus_per_engine higher")
+        found.append(f"an engine's {share:.2f} of a GPU holds {engine(cfg, c, gpu_bytes).weights / 1e9:.0f} GB of weights and "
+                     f"no cache for a sample of {sample_tokens(cfg):,} tokens; set rollout_num_gpus_per_engine higher")
     if cfg.colocate and cfg.offload_train is False and rank.kept / gpu_bytes + share + CUDA > 1:
-        found.append(f"the trainer keeps {rank.kept / 1e9:.0f} GB beside an engine's {share:.2f} of the GPU; set offload_train=True")
+        found.append(f"the trainer keeps {rank.kept / 1e9:.0f} GB beside an engine's {share:.2f} of the GPU; "
+                     "set offload_train=True")
     return found
 
 
@@ -217,16 +219,17 @@ def check_model(cfg, c) -> None:
     """ValueError for a layout that this model cannot have."""
     tp, ep, etp = cfg.tensor_model_parallel_size, cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size
     heads, experts = c.num_attention_heads if is_mla(c) else c.num_key_value_heads, num_experts(c)
-    need(heads % tp == 0 and c.intermediate_size % tp == 0, f"tp {tp} does not divide {heads} heads and ffn {c.intermediate_size}; "
-         "set tensor_model_parallel_size to a divisor of both")
+    need(heads % tp == 0 and c.intermediate_size % tp == 0, f"tp {tp} does not divide {heads} heads and ffn "
+         f"{c.intermediate_size}; set tensor_model_parallel_size to a divisor of both")
     need(experts or ep * etp == 1, f"a model without experts has ep 1 and etp 1, not {ep} and {etp}; remove them")
     need(experts % ep == 0, f"{experts} experts do not divide over ep {ep}; set expert_model_parallel_size to a divisor")
-    need(not experts or tp == 1 or cfg.sequence_parallel, "experts with tensor parallelism need sequence_parallel; set it to True")
+    need(not experts or tp == 1 or cfg.sequence_parallel, "experts with tensor parallelism need sequence_parallel; "
+         "set it to True")
     stages(cfg, c)
 
 
 def nearest(cfg, c, gpu_bytes: float) -> dict | None:
-    """The changes to the settings that make it fit: fewest of them, then fewest GPUs; None if no layout of 16 x the GPUs does."""
+    """The changes to the settings that make it fit: fewest of them, then fewest GPUs; None: none of 16 x the GPUs does."""
     def changed(**new):
         new = {key: value for key, value in new.items() if getattr(cfg, key) != value}
         gpus = new.get("actor_num_gpus", cfg.actor_num_gpus)     # colocated engines follow
@@ -234,10 +237,11 @@ def nearest(cfg, c, gpu_bytes: float) -> dict | None:
 
     powers = [1, 2, 4, 8, 16, 32, 64]
     widths = sorted(powers, key=lambda width: (width != cfg.rollout_num_gpus_per_engine, width))
-    width = next((w for w in widths if c.num_attention_heads % w == 0 and
-                  (cfg.loss_type == "sft" or engine(changed(rollout_num_gpus_per_engine=w)[1], c, gpu_bytes).samples >= 1)), None)
+    wide_enough = [w for w in widths if c.num_attention_heads % w == 0 and (
+        cfg.loss_type == "sft" or engine(changed(rollout_num_gpus_per_engine=w)[1], c, gpu_bytes).samples >= 1)]
+    width = [*wide_enough, cfg.rollout_num_gpus_per_engine][0]
     options = []
-    for tp, pp, cp, ep, more, again in itertools.product(powers[:4], powers[:5], powers[:4], powers[:6], powers[:5], (False, True)):
+    for tp, pp, cp, ep, more, again in itertools.product(powers[:4], powers[:5], powers[:4], powers[:6], powers[:5], range(2)):
         megatron = cfg.megatron | (RECOMPUTE if again else {})
         if pp != cfg.pipeline_model_parallel_size:
             megatron = {key: value for key, value in megatron.items() if "pipeline_stage" not in key}
@@ -245,7 +249,7 @@ def nearest(cfg, c, gpu_bytes: float) -> dict | None:
                 megatron["num_layers_in_last_pipeline_stage"] = last_stage(c.num_hidden_layers, pp)
         new, one = changed(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
                            expert_model_parallel_size=ep, actor_num_gpus=cfg.actor_num_gpus * more, megatron=megatron,
-                           sequence_parallel=tp > 1, rollout_num_gpus_per_engine=width or cfg.rollout_num_gpus_per_engine)
+                           sequence_parallel=tp > 1, rollout_num_gpus_per_engine=width)
         if num_experts(c) or ep == 1:
             options.append((len(new), one.actor_num_gpus, len(options), new, one))
     for *_, new, one in sorted(options, key=lambda option: option[:3]):
@@ -274,38 +278,45 @@ def dry_run(cfg, settle) -> str:
 
 def report(cfg: Config, c, source: str, gpu_bytes: float) -> str:
     """The plan of a settled Config (memory.share_memory), for people."""
-    ours, gb, gpu = parameters(c), 1e9, f"{gpu_bytes / 1e9:.0f} GB of {cfg.gpu_type}"
-    active = ours.total - ours.experts * (1 - c.num_experts_per_tok / num_experts(c) if num_experts(c) else 0)
-    lines = [f"plan: {c.model_type}, {ours.total / gb:.2f} B parameters" + (f", {active / gb:.2f} B of them for a token" if ours.experts
-             else "") + f"; config.json from {source}"]
+    ours, name = parameters(c), cfg.hf_checkpoint if isinstance(cfg.hf_checkpoint, str) else c.model_type
+    active = ours.total - ours.experts * (1 - c.num_experts_per_tok / num_experts(c)) if ours.experts else 0
+    active = f", {active / 1e9:.2f} B of them for a token" if active else ""
+    lines = [f"plan: {name}, {ours.total / 1e9:.2f} B parameters{active}; config.json from {source}"]
     bad = problems(cfg, c, gpu_bytes)
-    try:
-        rank = trainer(cfg, c)
-        names = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model", etp="expert_tensor")
-        sizes = [f"{name} {getattr(cfg, key + '_parallel_size')}" for name, key in names.items()]
-        lines += [f"  trainers: {cfg.actor_num_gpus} GPUs = {' x '.join(sizes[:3])} x dp {dp_size(cfg)}"
-                  + (f"; experts over {', '.join(sizes[3:])}" if ours.experts else ""),
-                  f"    the fullest rank, in stage {rank.stage}: {rank.layers} layers, {rank.parameters / gb:.2f} B parameters"]
-        what = dict(weights=cfg.dtype, gradients="fp32", optimizer="fp32 main weights, two moments", logits="of one chunk",
-                    activations=f"{micro_batch_tokens(cfg):,} tokens a micro-batch")
-        lines += [f"    {key:12} {getattr(rank, key) / gb:8.1f} GB   {what[key]}" for key in
-                  ("weights", "gradients", "optimizer", "activations", "logits")]
-        lines += [f"    {'all':12} {rank.total / gb:8.1f} GB   of {gpu}, {rank.host / gb:.0f} GB of CPU memory a GPU"]
-    except ValueError:
-        pass                                 # a layout that cannot be: `bad` says why
+    with contextlib.suppress(ValueError):    # a layout that cannot be: `bad` says why
+        lines += report_trainer(cfg, trainer(cfg, c), bool(ours.experts), gpu_bytes)
     if cfg.loss_type != "sft":
-        one, width = engine(cfg, c, gpu_bytes), cfg.rollout_num_gpus_per_engine
-        limit = cfg.sglang.get("max_running_requests") or cfg.sglang_server_concurrency
-        lines += [f"  engines: {cfg.rollout_num_gpus // width} of {width} GPU(s), {cfg.sglang.get('mem_fraction_static', ENGINE_SHARE)} "
-                  f"of each: {one.weights / gb:.1f} GB weights, {one.cache / gb:.1f} GB cache",
-                  f"    {one.token_bytes:,.0f} bytes a token and GPU: {one.tokens:,} tokens, {one.samples:.0f} samples of "
-                  f"{sample_tokens(cfg):,}; up to {limit} are asked for at a time",
-                  f"  weight sync: {model_bytes(cfg, c) / gb:.2f} GB {cfg.rollout_quantization or 'bf16'}" + (
-                      f", at least {model_bytes(cfg, c) / SYNC_RATE[cfg.update_weight_transport]:.2f} s at "
-                      f"{SYNC_RATE[cfg.update_weight_transport] / gb:.0f} GB/s" if cfg.update_weight_transport in SYNC_RATE else "")]
+        lines += report_engine(cfg, c, engine(cfg, c, gpu_bytes))
     if not bad:
         return "\n".join(lines + [f"  it fits {cfg.gpu_type}"])
-    new = nearest(cfg, c, gpu_bytes)
     lines += [f"  DOES NOT FIT {cfg.gpu_type}: {problem}" for problem in bad]
-    return "\n".join(lines + (["  the nearest layout that fits:"] + [f"    {key} = {value!r}" for key, value in new.items()] if new
-                              else [f"  no layout of up to {16 * cfg.actor_num_gpus} GPUs fits"]))
+    new = nearest(cfg, c, gpu_bytes)
+    if new is None:
+        return "\n".join(lines + [f"  no layout of up to {16 * cfg.actor_num_gpus} GPUs fits"])
+    return "\n".join(lines + ["  the nearest layout that fits:"] + [f"    {key} = {value!r}" for key, value in new.items()])
+
+
+def report_trainer(cfg, rank: Rank, experts: bool, gpu_bytes: float) -> list[str]:
+    keys = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model", etp="expert_tensor")
+    sizes = [f"{name} {getattr(cfg, key + '_parallel_size')}" for name, key in keys.items()]
+    what = dict(weights=cfg.dtype, gradients="fp32", optimizer="fp32 main weights, two moments",
+                activations=f"{micro_batch_tokens(cfg):,} tokens a micro-batch", logits="of one chunk")
+    return [f"  trainers: {cfg.actor_num_gpus} GPU(s) = {' x '.join(sizes[:3])} x dp {dp_size(cfg)}"
+            + (f"; experts over {', '.join(sizes[3:])}" if experts else ""),
+            f"    the fullest rank, in stage {rank.stage}: {rank.layers} layers, {rank.parameters / 1e9:.2f} B parameters",
+            *[f"    {key:12} {getattr(rank, key) / 1e9:8.1f} GB   {text}" for key, text in what.items()],
+            f"    {'all':12} {rank.total / 1e9:8.1f} GB   of {gpu_bytes / 1e9:.0f}; for each GPU {rank.host / 1e9:.0f} GB "
+            "of CPU memory"]
+
+
+def report_engine(cfg, c, one: Engine) -> list[str]:
+    width, share, rate = (cfg.rollout_num_gpus_per_engine, cfg.sglang.get("mem_fraction_static", ENGINE_SHARE),
+                          SYNC_RATE.get(cfg.update_weight_transport))
+    asked, sync = cfg.sglang.get("max_running_requests") or cfg.sglang_server_concurrency, model_bytes(cfg, c)
+    return [f"  engines: {cfg.rollout_num_gpus // width} of {width} GPU(s)",
+            f"    {'weights':12} {one.weights / 1e9:8.1f} GB   {cfg.rollout_quantization or 'bf16'}",
+            f"    {'cache':12} {one.cache / 1e9:8.1f} GB   the rest of {share} of the GPU",
+            f"    {one.token_bytes:,.0f} bytes a token and GPU: {one.tokens:,} tokens, {one.samples:.0f} samples of "
+            f"{sample_tokens(cfg):,} at a time; up to {asked} are asked for",
+            f"  weight sync: {sync / 1e9:.2f} GB {cfg.rollout_quantization or 'bf16'}"
+            + (f", at least {sync / rate:.2f} s at {rate / 1e9:.0f} GB/s (within a node)" if rate else "")]

@@ -48,7 +48,8 @@ def moe_layers(c) -> list[bool]:
     """For each layer whether it has experts."""
     if not num_experts(c):
         return [False] * c.num_hidden_layers
-    first, step, dense = getattr(c, "first_k_dense_replace", 0), getattr(c, "decoder_sparse_step", 1), getattr(c, "mlp_only_layers", [])
+    first, step = getattr(c, "first_k_dense_replace", 0), getattr(c, "decoder_sparse_step", 1)
+    dense = getattr(c, "mlp_only_layers", [])
     return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(c.num_hidden_layers)]
 
 
@@ -73,7 +74,12 @@ def layer(c, moe: bool) -> Parameters:
 
 def parameters(c) -> Parameters:
     """Of the whole model: what transformers' parameters() add up to."""
-    return of_layers(c, moe_layers(c)) + Parameters(c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2), c.hidden_size)
+    return of_layers(c, moe_layers(c)) + Parameters(vocab(c), c.hidden_size)
+
+
+def vocab(c) -> int:
+    """Of the embedding and, unless it is the same one, the output layer."""
+    return c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
 
 
 def of_layers(c, layers: list[bool]) -> Parameters:
@@ -93,7 +99,7 @@ def read_config(cfg):
     elif (pathlib.Path(name).expanduser() / "config.json").is_file():
         values = json.loads((pathlib.Path(name).expanduser() / "config.json").read_text())
     else:
-        try:                                 # not through huggingface_hub, which tries for half a minute where there is no network
+        try:                                 # not through huggingface_hub: with no network it tries for half a minute
             with urllib.request.urlopen(f"https://huggingface.co/{name}/resolve/main/config.json", timeout=5) as answer:
                 values, source = json.load(answer), "the hub"
         except (OSError, ValueError):

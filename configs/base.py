@@ -370,7 +370,8 @@ def resolve(cfg: Config) -> Config:
 
 def dp_size(cfg: Config) -> int:
     """Data-parallel ranks: each has samples of its own."""
-    return cfg.actor_num_gpus // (cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size * cfg.context_parallel_size)
+    tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
+    return cfg.actor_num_gpus // (tp * pp * cp)
 
 
 def samples_per_group(cfg: Config) -> int:

@@ -1,7 +1,7 @@
 """
 GSPO on GLM-4.5 (355B-A32B) with 8 nodes of 8 H200, both sides sharing them in turns.
 
-    python train.py configs/glm4p5_355b_a32b_grpo.py --dry-run            on a laptop: what would run where, and whether it fits
+    python train.py configs/glm4p5_355b_a32b_grpo.py --dry-run       on a laptop: what would run where, and whether it fits
     python train.py configs/glm4p5_355b_a32b_grpo.py --ray_address=auto --prompt_data=my.jsonl
 """
 device = "cuda"
@@ -33,7 +33,8 @@ expert_model_parallel_size = 16   # = tp * cp * dp: each expert once, so its opt
 max_tokens_per_gpu = 16384        # x cp 2 = 32,768 tokens a micro-batch
 colocate = True
 megatron = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-rollout_num_gpus_per_engine = 32  # 2 engines, each of 4 attention groups of 8 GPUs; 706 GB of weights / 32 = 22 GB a GPU
+rollout_num_gpus_per_engine = 32  # 2 engines, each of 4 attention groups of 8 GPUs; 706 GB of weights:
+#                                   21 GB of experts a GPU, and an eighth of all else
 sglang = dict(mem_fraction_static=0.7, enable_dp_attention=True, dp_size=4)
 
 advantage_estimator = "gspo"      # one ratio for the whole answer: a token's own changes with the experts it is sent to

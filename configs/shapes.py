@@ -4,7 +4,8 @@ models in such sizes, to measure speed and memory where no weights can be downlo
 
     from configs.shapes import qwen3_4b as hf_checkpoint          in a run file
 
-A random model's tokenizer has one token per character, so a prompt of n characters is n tokens; the vocabulary has its real size.
+A random model's tokenizer has one token per character, so a prompt of n characters is n tokens; the vocabulary has its real
+size.
 """
 QWEN3 = {  # hidden, ffn, layers, heads, kv heads, tied; vocabulary 151,936 and heads of 128 in all of them
     "0.6b": (1024, 3072, 28, 16, 8, True),
@@ -29,16 +30,16 @@ LLAMA = dict(model_type="llama", vocab_size=128256, num_key_value_heads=8, tie_w
 # Checked: the bytes of the published safetensors (total_size of their index) where tests/test_plan.py names them.
 PUBLISHED = {f"Qwen/Qwen3-{size.upper()}": qwen3(size) for size in QWEN3} | {
     "Qwen/Qwen3-30B-A3B": dict(
-        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, head_dim=128,
-        num_attention_heads=32, num_key_value_heads=4, tie_word_embeddings=False, num_experts=128, num_experts_per_tok=8,
-        moe_intermediate_size=768),
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+        head_dim=128, num_attention_heads=32, num_key_value_heads=4, tie_word_embeddings=False, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768),
     "zai-org/GLM-4-9B-0414": dict(
         model_type="glm4", vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, head_dim=128,
         num_attention_heads=32, num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False),
     "zai-org/GLM-4.5": dict(
-        model_type="glm4_moe", vocab_size=151552, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, head_dim=128,
-        num_attention_heads=96, num_key_value_heads=8, attention_bias=True, use_qk_norm=True, tie_word_embeddings=False,
-        n_routed_experts=160, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1536, first_k_dense_replace=3),
+        model_type="glm4_moe", vocab_size=151552, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92,
+        head_dim=128, num_attention_heads=96, num_key_value_heads=8, attention_bias=True, use_qk_norm=True,
+        tie_word_embeddings=False, n_routed_experts=160, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1536, first_k_dense_replace=3),
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA | dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
     "meta-llama/Llama-3.1-70B-Instruct": LLAMA | dict(

@@ -176,8 +176,8 @@ def validate_critic(cfg: Config) -> None:
     need(not cfg.num_rollout or alone < cfg.num_rollout, f"num_critic_only_steps={alone} leaves the actor no step of "
          f"num_rollout={cfg.num_rollout}; set it lower")
     one, own = cfg.actor_num_gpus // dp_size(cfg), cfg.critic_num_gpus
-    need(own is None or (own > 0 and own % one == 0), f"critic_num_gpus={own} is not a multiple of tp * pp * cp = {one}, which "
-         f"the critic shares with the actor; set critic_num_gpus={one}")
+    need(own is None or (own > 0 and own % one == 0), f"critic_num_gpus={own} is not a multiple of tp * pp * cp = {one}, "
+         f"which the critic shares with the actor; set critic_num_gpus={one}")
     need(own is None or not cfg.colocate or cfg.device == "cpu", "critic_num_gpus gives the critic GPUs of its own, and with "
          "colocate all share the same; remove one of the two")
     need(cfg.num_critic_only_steps >= 0, f"num_critic_only_steps={cfg.num_critic_only_steps} must be 0 or more")
