@@ -271,13 +271,14 @@ def dry_run(cfg, settle) -> str:
     c, source = read_config(cfg)
     if c is None:
         return f"no plan: {source}"
+    settled = cfg
     with contextlib.suppress(ValueError):    # a layout that cannot be; problems() says so
-        cfg = settle(cfg, c, gpu_bytes)
-    return report(cfg, c, source, gpu_bytes)
+        settled = settle(cfg, c, gpu_bytes)
+    return report(settled, cfg, c, source, gpu_bytes)
 
 
-def report(cfg: Config, c, source: str, gpu_bytes: float) -> str:
-    """The plan of a settled Config (memory.share_memory), for people."""
+def report(cfg: Config, asked: Config, c, source: str, gpu_bytes: float) -> str:
+    """The plan of a Config with its shared memory settled, for people; asked: as it was given."""
     ours, name = parameters(c), cfg.hf_checkpoint if isinstance(cfg.hf_checkpoint, str) else c.model_type
     active = ours.total - ours.experts * (1 - c.num_experts_per_tok / num_experts(c)) if ours.experts else 0
     active = f", {active / 1e9:.2f} B of them for a token" if active else ""
@@ -290,7 +291,7 @@ def report(cfg: Config, c, source: str, gpu_bytes: float) -> str:
     if not bad:
         return "\n".join(lines + [f"  it fits {cfg.gpu_type}"])
     lines += [f"  DOES NOT FIT {cfg.gpu_type}: {problem}" for problem in bad]
-    new = nearest(cfg, c, gpu_bytes)
+    new = nearest(asked, c, gpu_bytes)
     if new is None:
         return "\n".join(lines + [f"  no layout of up to {16 * cfg.actor_num_gpus} GPUs fits"])
     return "\n".join(lines + ["  the nearest layout that fits:"] + [f"    {key} = {value!r}" for key, value in new.items()])

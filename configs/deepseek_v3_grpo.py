@@ -42,6 +42,6 @@ sglang_server_concurrency = 1024  # 128 a group
 
 advantage_estimator = "gspo"      # one ratio for the whole answer: a token's own changes with the experts it is sent to
 eps_clip, eps_clip_high = 3e-4, 4e-4
-use_tis = True                    # trainer and engine may choose other experts for the same token
+use_tis, tis_level = True, "geometric"   # trainer and engine may choose other experts for the same token
 lr = 1e-6
 save_interval = 20

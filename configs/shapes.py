@@ -39,7 +39,8 @@ PUBLISHED = {f"Qwen/Qwen3-{size.upper()}": qwen3(size) for size in QWEN3} | {
     "zai-org/GLM-4.5": dict(
         model_type="glm4_moe", vocab_size=151552, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92,
         head_dim=128, num_attention_heads=96, num_key_value_heads=8, attention_bias=True, use_qk_norm=True,
-        tie_word_embeddings=False, n_routed_experts=160, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1536, first_k_dense_replace=3),
+        tie_word_embeddings=False, n_routed_experts=160, n_shared_experts=1, num_experts_per_tok=8,
+        moe_intermediate_size=1536, first_k_dense_replace=3),
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA | dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
     "meta-llama/Llama-3.1-70B-Instruct": LLAMA | dict(

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import memory
 import plan
 import sizes
+import train
 from configs import base, validate
 from configs.shapes import PUBLISHED, qwen3_4b
 from helpers import make_cfg
@@ -207,7 +208,9 @@ def offline(monkeypatch):
 
 @pytest.mark.parametrize("name", REAL)
 def test_run_files_of_real_sizes_fit(offline, name):
-    text = plan.dry_run(base.load(str(CONFIGS / f"{name}_grpo.py")), memory.share_memory)
+    cfg = base.load(str(CONFIGS / f"{name}_grpo.py"))
+    train.check(cfg)
+    text = plan.dry_run(cfg, memory.share_memory)
     assert "it fits H200" in text and "configs/shapes.py (hub not reached)" in text
 
 
