@@ -3,7 +3,7 @@ train.py: what happens when? Start both sides, then the loop: generate, train, s
 
     python train.py configs/demo_cpu.py                          a whole run on a laptop, minutes
     python train.py configs/qwen3_4b_grpo.py --lr=2e-6           any field of configs/base.py; later wins
-    python train.py configs/qwen3_4b_grpo.py --dry-run           the resolved config and the placement, nothing started
+    python train.py configs/qwen3_4b_grpo.py --dry-run           the resolved config, the placement, the bytes; starts nothing
     python train.py configs/demo_cpu.py --resume                 go on with the newest run of this file (Ctrl-C saves)
 
     one step, colocated (both sides share the GPUs in turns)         separate GPUs
@@ -36,6 +36,7 @@ import convert
 import families
 import memory
 import placement
+import plan
 import rewards
 from configs import base
 
@@ -160,7 +161,9 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     if num_rollout is None:
         num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
 
-    cfg = memory.share_memory(cfg, hf_config, reader.num_parameters(), places.gpu_bytes if places else 0)
+    cfg = memory.share_memory(cfg, hf_config, places.gpu_bytes if places else 0)
+    for problem in plan.problems(cfg, hf_config, places.gpu_bytes) if places and places.gpu_bytes else ():
+        print(f"warning: {problem}", flush=True)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         trainers = Trainers(cfg, places)
         stack.callback(trainers.stop)
@@ -362,7 +365,7 @@ def main() -> None:
         cfg = base.load(args[0], args[1:])
         check(cfg)
         if len(args) < len(sys.argv) - 1:
-            print(base.describe(cfg))
+            print(base.describe(cfg), plan.dry_run(cfg, memory.share_memory), sep="\n")
             return
         run_dir = find_run_dir(cfg, args[0])
     except ValueError as error:

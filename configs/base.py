@@ -58,6 +58,7 @@ class Config:
     colocate: bool = False                   # engines and trainers share the same GPUs, in turns
     offload_train: bool | None = None        # colocated: trainers leave the GPU during generation; None: if they must
     offload_rollout: bool | None = None      # colocated: engines leave the GPU during training;    None: if they must
+    gpu_type: str = "H200"                   # for --dry-run alone, which says whether it fits: A100, H100, H20, H200, B200
     start_timeout_s: float = 600.0           # for Ray, every engine and every trainer to be up
     train_timeout_s: float = 1800.0          # for one pass of the trainers, and for one collective inside it
 
@@ -367,6 +368,12 @@ def resolve(cfg: Config) -> Config:
     return dataclasses.replace(cfg, **new)
 
 
+def dp_size(cfg: Config) -> int:
+    """Data-parallel ranks: each has samples of its own."""
+    tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
+    return cfg.actor_num_gpus // (tp * pp * cp)
+
+
 def samples_per_group(cfg: Config) -> int:
     """SFT trains each row once; RL samples each prompt n times."""
     return 1 if cfg.loss_type == "sft" else cfg.n_samples_per_prompt
@@ -437,17 +444,19 @@ def describe(cfg: Config) -> str:
     values = to_dict(cfg)
     lines = ["config (* differs from the default)"]
     lines += [f"  {'*' if getattr(cfg, k) != getattr(defaults, k) else ' '} {k} = {v!r}" for k, v in values.items()]
-    tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
-    dp = cfg.actor_num_gpus // (tp * pp)
+    tp, pp, cp, dp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size, dp_size(cfg)
+    ep, etp = cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size
     unit = "GPU" if cfg.device == "cuda" else "CPU process"
     width = cfg.rollout_num_gpus_per_engine
     engines = 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus // width
     where = f", {engines} engine(s) of tp {width}, {'sharing them' if cfg.colocate else 'apart'}" if engines else ""
-    lines.append(f"placement: {cfg.actor_num_gpus} trainer rank(s) = tp {tp} x dp {dp} x pp {pp}{where}")
-    for rank in range(cfg.actor_num_gpus):
-        both = " and critic" if cfg.critic and not cfg.critic_num_gpus else ""
-        place = f"(tp {rank % tp}, dp {rank // tp % dp}, pp {rank // (tp * dp)})"
-        lines.append(f"  {unit} {rank}: trainer{both} rank {rank} {place}")
+    experts = f" (experts over ep {ep} x etp {etp})" if ep * etp > 1 else ""
+    lines.append(f"placement: {cfg.actor_num_gpus} trainer rank(s) = tp {tp} x cp {cp} x dp {dp} x pp {pp}{experts}{where}")
+    both = " and critic" if cfg.critic and not cfg.critic_num_gpus else ""
+    for rank in range(0, cfg.actor_num_gpus, tp):                # a line for each tensor-parallel group
+        many = f"-{rank + tp - 1}" if tp > 1 else ""
+        place = f"(cp {rank // tp % cp}, dp {rank // (tp * cp) % dp}, pp {rank // (tp * cp * dp)})"
+        lines.append(f"  {unit} {rank}{many}: trainer{both} rank {rank}{many} {place}")
     for rank in range(cfg.critic_num_gpus or 0):
         lines.append(f"  {unit} {cfg.actor_num_gpus + rank}: critic rank {rank}")
     for engine in range(engines):

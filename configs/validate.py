@@ -8,8 +8,9 @@ Knows nothing about: models and data (train.start reads those before anything he
 """
 import dataclasses
 import difflib
+import math
 
-from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, eval_config, eval_settings, fits, need,
+from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, dp_size, eval_config, eval_settings, fits, need,
                           samples_per_group)
 
 
@@ -23,7 +24,7 @@ def validate(cfg: Config) -> None:
                 "rollout_num_gpus_per_engine", "rollout_num_gpus", "tensor_model_parallel_size", "max_tokens_per_gpu",
                 "pipeline_model_parallel_size", "log_probs_chunk_size", "rollout_max_response_len", "reward_workers",
                 "sglang_server_concurrency", "update_weight_buffer_size", "n_samples_per_eval_prompt", "keep_checkpoints",
-                "max_batches_asked"):
+                "max_batches_asked", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
         need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; set it to 1 or more")
     for key in [name for name in FIELDS if name.endswith("timeout_s")] + ["health_check_interval_s"]:
         need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be positive; every wait has a limit, in seconds")
@@ -38,10 +39,19 @@ def validate(cfg: Config) -> None:
 
 
 def validate_layout(cfg: Config) -> None:
-    tp, pp, world = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.actor_num_gpus
-    need(world % (tp * pp) == 0,
-         f"actor_num_gpus {world} is not a multiple of tp {tp} * pp {pp}; "
-         f"set actor_num_gpus={tp * pp * max(world // (tp * pp), 1)}")
+    tp, pp, cp, world = (cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size,
+                         cfg.actor_num_gpus)
+    need(world % (tp * pp * cp) == 0, f"actor_num_gpus {world} is not a multiple of tp {tp} * pp {pp} * cp {cp}; "
+         f"set actor_num_gpus={tp * pp * cp * max(world // (tp * pp * cp), 1)}")
+    ep, etp, ranks = cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size, world // pp
+    need(ranks % (ep * etp) == 0, f"the {ranks} ranks of a pipeline stage (tp * cp * dp) are not a multiple of ep {ep} * etp "
+         f"{etp}; set expert_model_parallel_size={math.gcd(ranks // math.gcd(ranks, etp), ep)}"
+         + ("" if ranks % etp == 0 else " and expert_tensor_parallel_size=1"))
+    need(ep * etp == 1 or tp == 1 or cfg.sequence_parallel, "experts with tensor parallelism need sequence_parallel, or each "
+         "token would be sent tp times; set sequence_parallel=True")
+    runs = cfg.virtual_pipeline_model_parallel_size
+    need(runs is None or (runs > 1 and pp > 1), f"virtual_pipeline_model_parallel_size={runs} cuts each of several pipeline "
+         "stages into several runs of layers; set it and pipeline_model_parallel_size to 2 or more, or remove it")
     need(not cfg.sequence_parallel or tp > 1, "sequence_parallel needs tensor parallelism; set tensor_model_parallel_size=2")
     engines, per_engine = cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine
     need(engines % per_engine == 0, f"rollout_num_gpus {engines} is not a multiple of rollout_num_gpus_per_engine "
@@ -67,7 +77,7 @@ def validate_batch(cfg: Config) -> None:
     need(gbs * steps == per_rollout, f"global_batch_size {gbs} * num_steps_per_rollout {steps} != rollout_batch_size "
          f"{cfg.rollout_batch_size} * n {samples_per_group(cfg)} = {per_rollout}; set global_batch_size={per_rollout // steps}"
          + ("" if per_rollout % steps == 0 else " and a num_steps_per_rollout that divides it"))
-    dp = cfg.actor_num_gpus // (cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size)
+    dp = dp_size(cfg)
     need(gbs >= dp, f"global_batch_size {gbs} leaves some of the {dp} data-parallel ranks without a sample; "
          f"set it to at least {dp}")
     need(cfg.over_sampling_batch_size >= cfg.rollout_batch_size, f"over_sampling_batch_size {cfg.over_sampling_batch_size} "
@@ -165,9 +175,9 @@ def validate_critic(cfg: Config) -> None:
     alone = cfg.num_critic_only_steps
     need(not cfg.num_rollout or alone < cfg.num_rollout, f"num_critic_only_steps={alone} leaves the actor no step of "
          f"num_rollout={cfg.num_rollout}; set it lower")
-    tp_pp, own = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size, cfg.critic_num_gpus
-    need(own is None or (own > 0 and own % tp_pp == 0), f"critic_num_gpus={own} is not a multiple of tp * pp = {tp_pp}, which "
-         f"the critic shares with the actor; set critic_num_gpus={tp_pp}")
+    one, own = cfg.actor_num_gpus // dp_size(cfg), cfg.critic_num_gpus
+    need(own is None or (own > 0 and own % one == 0), f"critic_num_gpus={own} is not a multiple of tp * pp * cp = {one}, "
+         f"which the critic shares with the actor; set critic_num_gpus={one}")
     need(own is None or not cfg.colocate or cfg.device == "cpu", "critic_num_gpus gives the critic GPUs of its own, and with "
          "colocate all share the same; remove one of the two")
     need(cfg.num_critic_only_steps >= 0, f"num_critic_only_steps={cfg.num_critic_only_steps} must be 0 or more")

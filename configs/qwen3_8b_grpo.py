@@ -1,0 +1,36 @@
+"""
+GRPO on Qwen3-8B with one node of 8 H200, both sides sharing them in turns.
+
+    python train.py configs/qwen3_8b_grpo.py --dry-run            on a laptop: what would run where, and whether it fits
+    python train.py configs/qwen3_8b_grpo.py --prompt_data=my.jsonl
+"""
+device = "cuda"
+hf_checkpoint = "Qwen/Qwen3-8B"
+prompt_data = "data/dapo-math-17k.jsonl"  # yours, as zhuzilin/dapo-math-17k: {"prompt": [chat messages], "label": "34"}
+input_key = "prompt"
+label_key = "label"
+apply_chat_template = True
+rm_type = "deepscaler"
+on_reward_error = "skip"          # math-verify gives up on some odd answers: count them, go on
+
+# 32 prompts x 8 samples = 256 samples, one optimizer step
+rollout_batch_size = 32
+n_samples_per_prompt = 8
+num_rollout = 500
+rollout_shuffle = True
+rollout_max_response_len = 8192
+
+actor_num_gpus = 8                # tp 2 x dp 4: 8.2 B / 2 * (2 + 4 + 12 / 4) bytes = 37 GB a GPU
+tensor_model_parallel_size = 2
+sequence_parallel = True
+rollout_num_gpus_per_engine = 2   # 4 engines
+colocate = True
+max_tokens_per_gpu = 9216
+megatron = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+sglang = dict(mem_fraction_static=0.7)
+
+eps_clip_high = 0.28
+use_kl_loss = True
+kl_loss_coef = 0.001
+lr = 1e-6
+save_interval = 20

@@ -1,0 +1,323 @@
+"""
+plan.py: what will it need? Parameters, bytes on the fullest GPU, the engines' cache, the bytes of a weight sync: arithmetic on
+config.json and the layout, before anything starts and without weights.
+
+    Config, config.json --trainer--> bytes of the fullest rank ----+
+                        --engine---> weights, cache, concurrency --+--problems--> [] (it fits), or what does not
+                        --nearest--> the nearest layout that fits, as lines of a run file
+                        --report---> the text that --dry-run prints
+
+Run:   python train.py configs/qwen3_30b_a3b_grpo.py --dry-run [--gpu_type=H100]
+Test:  pytest tests/test_plan.py       (counts against transformers' models, bytes against benchmarks/h200.md)
+Knows nothing about: who leaves a shared GPU when (memory.py, which asks here), weights, process groups.
+Left out on purpose: MTP layers (not trained), experts that get more tokens than others, selective recomputation (counted as
+       kept), vocabulary padding. Everywhere: c is the model's config, GB are 10^9 bytes, a plan is within about 10%.
+"""
+import contextlib
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+from configs.base import Config, dp_size, need
+from configs.validate import validate_layout
+from sizes import Parameters, head_dim, is_mla, moe_layers, num_experts, of_layers, parameters, read_config, vocab
+
+GPU_MIB = {"A100": 81920, "H100": 81559, "H20": 97871, "H200": 143771, "B200": 183359}    # nvidia-smi's memory.total
+CUDA = 0.05                                  # share of a GPU: contexts and kernels of both sides
+SLACK = 0.1                                  # that an engine leaves free of its own: CUDA graphs, activations, fragmentation
+ENGINE_SHARE = 0.88                          # about what SGLang takes for weights and cache where nothing is set
+# Bytes a second of a sync: 8,045 MB in 0.043 and 0.047 s within a node (benchmarks/h200.md). Between nodes: slower.
+SYNC_RATE = {"tensor": 187e9, "distributed": 171e9}
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+# ---- Trainers ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Rank:
+    """Bytes of the fullest rank while it trains, of actor and critic together where they share it."""
+    stage: int
+    layers: int
+    parameters: float                        # of this rank, of one model
+    weights: float
+    gradients: float                         # fp32
+    optimizer: float                         # fp32 main weights and Adam's two moments
+    activations: float
+    logits: float                            # of one chunk, on the last stage
+    host: float                              # CPU memory: what leaves while engines work, other models, offloaded optimizer
+
+    @property
+    def kept(self):
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self):
+        return self.kept + self.activations + self.logits
+
+
+def stages(cfg, c) -> list[list[bool]]:
+    """The layers of each pipeline stage, as moe_layers gives them; with virtual stages each takes several runs of layers."""
+    pp, runs, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, moe_layers(c)
+    given = {0: "num_layers_in_first_pipeline_stage", pp - 1: "num_layers_in_last_pipeline_stage"}
+    ends = {stage: cfg.megatron[key] for stage, key in given.items() if pp > 1 and cfg.megatron.get(key)}
+    rest, others = len(layers) - sum(ends.values()), pp - len(ends)
+    need(rest == 0 if not others else rest > 0 and rest % others == 0, f"{len(layers)} layers do not divide over pp {pp}; "
+         f"set megatron=dict(num_layers_in_last_pipeline_stage={last_stage(len(layers), pp)})")
+    sizes = [ends.get(stage) or rest // others for stage in range(pp)]
+    need(all(size % runs == 0 for size in sizes), f"stages of {sizes} layers do not divide into {runs} runs each; set "
+         "virtual_pipeline_model_parallel_size to a divisor of all")
+    found, waiting = [[] for _ in sizes], iter(layers)
+    for _, stage in itertools.product(range(runs), range(pp)):
+        found[stage] += itertools.islice(waiting, sizes[stage] // runs)
+    return found
+
+
+def last_stage(layers: int, pp: int) -> int:
+    """Layers of the last stage where all others have equally many, and it no more than they."""
+    each = -(-layers // pp)
+    each -= each * (pp - 1) >= layers
+    return layers - each * (pp - 1)
+
+
+def micro_batch_tokens(cfg) -> int:
+    """Tokens of one micro-batch on one rank; a longer sample still gets its own."""
+    return max(cfg.max_tokens_per_gpu, -(-sample_tokens(cfg) // cfg.context_parallel_size))
+
+
+def sample_tokens(cfg) -> int:
+    """The longest sample: prompt, where its length is limited, and response."""
+    tokens = (cfg.rollout_max_prompt_len or 0) + cfg.rollout_max_response_len
+    return min(tokens, cfg.rollout_max_context_len or tokens)
+
+
+def layer_activations(cfg, c, moe: bool) -> float:
+    """Bytes of one token that one layer keeps for the backward pass: each matrix's input, each norm's and SwiGLU's, what the
+    attention needs; bf16. (After 2205.05198, sec. 4, without attention scores, and with this model's own widths.)"""
+    hidden, heads, tp = c.hidden_size, c.num_attention_heads, cfg.tensor_model_parallel_size
+    stream = (6 if c.model_type == "glm4" else 4) * hidden       # norms' inputs and outputs, which tp alone does not split
+    if is_mla(c):
+        wide = c.qk_nope_head_dim + c.qk_rope_head_dim
+        stream += 2 * (c.kv_lora_rank + (c.q_lora_rank or 0)) + c.qk_rope_head_dim
+        inside = heads * (3 * wide + c.qk_nope_head_dim + 2 * c.v_head_dim)    # q, rotated q, k; k and v as projected; output
+    else:
+        inside = 3 * (heads + c.num_key_value_heads) * head_dim(c)             # q, k, v; rotated q, k; output
+    if moe:                                  # each of k copies: input, gate and up, their product
+        shared = getattr(c, "n_shared_experts", 0) or 0
+        inside += c.num_experts_per_tok * (hidden + 3 * c.moe_intermediate_size) + 3 * shared * c.moe_intermediate_size
+    else:
+        inside += 3 * c.intermediate_size
+    return 2 * (stream / (tp if cfg.sequence_parallel else 1) + inside / tp)
+
+
+def activations(cfg, c, stage: int = 0) -> float:
+    """Bytes on a rank of this stage. 1F1B holds pp - stage micro-batches, virtual stages some more (2104.04473, sec. 2.2)."""
+    pp, runs, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, stages(cfg, c)[stage]
+    waiting = pp - stage if runs == 1 else min((2 * (pp - stage - 1) + (runs - 1) * pp + 1) / runs, pp * 2)
+    each, again, at_once, kept = {moe: layer_activations(cfg, c, moe) for moe in set(layers)}, 0, 1, 1
+    if cfg.megatron.get("recompute_granularity") == "full":
+        count = cfg.megatron.get("recompute_num_layers") or 1
+        if cfg.megatron.get("recompute_method") == "block":      # the first so many of each run of layers
+            again = min(count * runs, len(layers))
+        else:
+            again, at_once, kept = len(layers), count, 1 / count
+    inputs = 2 * c.hidden_size / (cfg.tensor_model_parallel_size if cfg.sequence_parallel else 1)
+    per_token = sum(each[moe] for moe in layers[again:]) + again * kept * inputs
+    return micro_batch_tokens(cfg) * (waiting * per_token + (at_once * max(each.values()) if again else 0))
+
+
+def trainer(cfg, c) -> Rank:
+    """The rank that needs most; all ranks of a pipeline stage need the same."""
+    tp, pp, ep = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.expert_model_parallel_size
+    cp, etp, split = cfg.context_parallel_size, cfg.expert_tensor_parallel_size, cfg.use_distributed_optimizer
+    copies = cp * dp_size(cfg) if split else 1                   # ranks that share one optimizer state
+    expert_copies = tp * cp * dp_size(cfg) / (ep * etp) if split else 1
+    weight, state = (2, 12) if cfg.dtype == "bfloat16" else (4, 8)             # in fp32 the weights are the main weights
+    models = 2 if cfg.critic and not cfg.critic_num_gpus else 1  # actor and critic
+    others = bool(cfg.use_kl_loss or cfg.kl_coef) + bool(cfg.opd_teacher_load)
+    fraction = cfg.megatron.get("optimizer_offload_fraction", 1.0) if cfg.megatron.get("optimizer_cpu_offload") else 0
+    found = []
+    for stage, layers in enumerate(stages(cfg, c)):
+        ours = of_layers(c, layers)
+        # With tied embeddings a last stage that is not the first has a copy.
+        matrices = (stage == 0) + (stage == pp - 1 and not (pp == 1 and c.tie_word_embeddings))
+        ours += Parameters(matrices * c.vocab_size * c.hidden_size, c.hidden_size * (stage == pp - 1))
+        dense, experts = ours.cut / tp + ours.whole, ours.experts / (ep * etp)
+        states = models * state * (dense / copies + experts / expert_copies)
+        weights = models * weight * (dense + experts)
+        chunk = min(cfg.log_probs_chunk_size, micro_batch_tokens(cfg)) if stage == pp - 1 else 0
+        host = (weights + states * (1 - fraction)) * (cfg.offload_train is not False) + others * weights / models
+        found.append(Rank(
+            stage, len(layers), dense + experts, weights, models * 4 * (dense + experts), states * (1 - fraction),
+            activations(cfg, c, stage), chunk * 8 * c.vocab_size / tp,         # in bf16 and fp32, and their gradient
+            host + fraction * states * (state + 4) / state))     # the CPU's optimizer has a copy of the gradients
+    return max(found, key=lambda rank: rank.total)
+
+
+# ---- Engines -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Engine:
+    weights: float                           # bytes on one GPU
+    cache: float                             # bytes on one GPU
+    token_bytes: float                       # of the cache, on one GPU
+    tokens: int                              # that the caches of one engine hold
+    samples: float                           # of full length at a time
+
+
+def engine(cfg, c, gpu_bytes: float) -> Engine:
+    """One SGLang engine. With enable_dp_attention its GPUs are dp_size groups with tokens of their own, and all but the
+    experts is cut inside a group only."""
+    groups = cfg.sglang.get("dp_size", 1) if cfg.sglang.get("enable_dp_attention") else 1
+    width = cfg.rollout_num_gpus_per_engine
+    tp = max(width // groups, 1)
+    # MLA: the latent, on each GPU; else k and v of at least one head.
+    each = c.kv_lora_rank + c.qk_rope_head_dim if is_mla(c) else 2 * max(c.num_key_value_heads / tp, 1) * head_dim(c)
+    token_bytes = c.num_hidden_layers * each * (1 if str(cfg.sglang.get("kv_cache_dtype")).startswith("fp8") else 2)
+    weights = model_bytes(cfg, c, tp, width)
+    cache = max(cfg.sglang.get("mem_fraction_static", ENGINE_SHARE) * gpu_bytes - weights, 0)
+    tokens = int(groups * cache / token_bytes)
+    return Engine(weights, cache, token_bytes, tokens, tokens / sample_tokens(cfg))
+
+
+def model_bytes(cfg, c, tp: int = 1, width: int = 1) -> float:
+    """Of an engine's weights on one of its GPUs; with tp 1 and width 1 of a whole weight sync."""
+    ours = parameters(c)
+    size = 1 + 4 / 128**2 if cfg.rollout_quantization else 2     # fp8 and an fp32 scale for each block; embeddings stay bf16
+    return 2 * (vocab(c) / tp + ours.whole) + size * ((ours.cut - vocab(c)) / tp + ours.experts / width)
+
+
+# ---- Does it fit? ------------------------------------------------------------------------------------------------------
+def gpu_bytes_of(cfg) -> int:
+    need(cfg.gpu_type in GPU_MIB, f"gpu_type={cfg.gpu_type!r} is not known; use one of {', '.join(GPU_MIB)}")
+    return GPU_MIB[cfg.gpu_type] * 2**20
+
+
+def problems(cfg, c, gpu_bytes: float) -> list[str]:
+    """What cannot be or does not fit, each with a remedy. offload_train and offload_rollout: None counts as yes."""
+    try:
+        check_model(cfg, c)
+        rank = trainer(cfg, c)
+    except ValueError as error:
+        return [str(error)]
+    found, share = [], cfg.sglang.get("mem_fraction_static", ENGINE_SHARE)
+    engines = cfg.loss_type != "sft"
+    beside = share if engines and cfg.colocate and cfg.offload_rollout is False else 0
+    if rank.total / gpu_bytes + beside + CUDA > 1:
+        found.append(f"training may need {rank.total / 1e9:.0f} GB" + (f" beside the engine's {beside:.2f}" if beside else "")
+                     + f" of a GPU's {gpu_bytes / 1e9:.0f}; set max_tokens_per_gpu lower, "
+                     + ("" if RECOMPUTE.items() <= cfg.megatron.items() else f"megatron={RECOMPUTE}, ") + "or use more GPUs")
+    if not engines:
+        return found
+    if engine(cfg, c, gpu_bytes).samples < 1:
+        found.append(f"an engine's {share:.2f} of a GPU holds {engine(cfg, c, gpu_bytes).weights / 1e9:.0f} GB of weights and "
+                     f"no cache for a sample of {sample_tokens(cfg):,} tokens; set rollout_num_gpus_per_engine higher")
+    if cfg.colocate and cfg.offload_train is False and rank.kept / gpu_bytes + share + CUDA > 1:
+        found.append(f"the trainer keeps {rank.kept / 1e9:.0f} GB beside an engine's {share:.2f} of the GPU; "
+                     "set offload_train=True")
+    return found
+
+
+def check_model(cfg, c) -> None:
+    """ValueError for a layout that this model cannot have."""
+    tp, ep, etp = cfg.tensor_model_parallel_size, cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size
+    heads, experts = c.num_attention_heads if is_mla(c) else c.num_key_value_heads, num_experts(c)
+    need(heads % tp == 0 and c.intermediate_size % tp == 0, f"tp {tp} does not divide {heads} heads and ffn "
+         f"{c.intermediate_size}; set tensor_model_parallel_size to a divisor of both")
+    need(experts or ep * etp == 1, f"a model without experts has ep 1 and etp 1, not {ep} and {etp}; remove them")
+    need(experts % ep == 0, f"{experts} experts do not divide over ep {ep}; set expert_model_parallel_size to a divisor")
+    need(not experts or tp == 1 or cfg.sequence_parallel, "experts with tensor parallelism need sequence_parallel; "
+         "set it to True")
+    stages(cfg, c)
+
+
+def nearest(cfg, c, gpu_bytes: float) -> dict | None:
+    """The changes to the settings that make it fit: fewest of them, then fewest GPUs; None: none of 16 x the GPUs does."""
+    def changed(**new):
+        new = {key: value for key, value in new.items() if getattr(cfg, key) != value}
+        gpus = new.get("actor_num_gpus", cfg.actor_num_gpus)     # colocated engines follow
+        return new, dataclasses.replace(cfg, **new, **(dict(rollout_num_gpus=gpus) if cfg.colocate else {}))
+
+    powers = [1, 2, 4, 8, 16, 32, 64]
+    widths = sorted(powers, key=lambda width: (width != cfg.rollout_num_gpus_per_engine, width))
+    wide_enough = [w for w in widths if c.num_attention_heads % w == 0 and (
+        cfg.loss_type == "sft" or engine(changed(rollout_num_gpus_per_engine=w)[1], c, gpu_bytes).samples >= 1)]
+    width = [*wide_enough, cfg.rollout_num_gpus_per_engine][0]
+    options = []
+    for tp, pp, cp, ep, more, again in itertools.product(powers[:4], powers[:5], powers[:4], powers[:6], powers[:5], range(2)):
+        megatron = cfg.megatron | (RECOMPUTE if again else {})
+        if pp != cfg.pipeline_model_parallel_size:
+            megatron = {key: value for key, value in megatron.items() if "pipeline_stage" not in key}
+            if c.num_hidden_layers % pp:
+                megatron["num_layers_in_last_pipeline_stage"] = last_stage(c.num_hidden_layers, pp)
+        new, one = changed(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
+                           expert_model_parallel_size=ep, actor_num_gpus=cfg.actor_num_gpus * more, megatron=megatron,
+                           sequence_parallel=tp > 1, rollout_num_gpus_per_engine=width)
+        if num_experts(c) or ep == 1:
+            options.append((len(new), one.actor_num_gpus, len(options), new, one))
+    for *_, new, one in sorted(options, key=lambda option: option[:3]):
+        try:
+            validate_layout(one)
+        except ValueError:
+            continue
+        if not problems(one, c, gpu_bytes):
+            return new
+    return None
+
+
+# ---- Showing -----------------------------------------------------------------------------------------------------------
+def dry_run(cfg, settle) -> str:
+    """The plan of a run; settle: memory.share_memory."""
+    gpu_bytes = gpu_bytes_of(cfg)
+    if cfg.device == "cpu":
+        return "no plan for a CPU; --device=cuda gives the one for GPUs"
+    c, source = read_config(cfg)
+    if c is None:
+        return f"no plan: {source}"
+    settled = cfg
+    with contextlib.suppress(ValueError):    # a layout that cannot be; problems() says so
+        settled = settle(cfg, c, gpu_bytes)
+    return report(settled, cfg, c, source, gpu_bytes)
+
+
+def report(cfg: Config, asked: Config, c, source: str, gpu_bytes: float) -> str:
+    """The plan of a Config with its shared memory settled, for people; asked: as it was given."""
+    ours, name = parameters(c), cfg.hf_checkpoint if isinstance(cfg.hf_checkpoint, str) else c.model_type
+    active = ours.total - ours.experts * (1 - c.num_experts_per_tok / num_experts(c)) if ours.experts else 0
+    active = f", {active / 1e9:.2f} B of them for a token" if active else ""
+    lines = [f"plan: {name}, {ours.total / 1e9:.2f} B parameters{active}; config.json from {source}"]
+    bad = problems(cfg, c, gpu_bytes)
+    with contextlib.suppress(ValueError):    # a layout that cannot be: `bad` says why
+        lines += report_trainer(cfg, trainer(cfg, c), bool(ours.experts), gpu_bytes)
+    if cfg.loss_type != "sft":
+        lines += report_engine(cfg, c, engine(cfg, c, gpu_bytes))
+    if not bad:
+        return "\n".join(lines + [f"  it fits {cfg.gpu_type}"])
+    lines += [f"  DOES NOT FIT {cfg.gpu_type}: {problem}" for problem in bad]
+    new = nearest(asked, c, gpu_bytes)
+    if new is None:
+        return "\n".join(lines + [f"  no layout of up to {16 * cfg.actor_num_gpus} GPUs fits"])
+    return "\n".join(lines + ["  the nearest layout that fits:"] + [f"    {key} = {value!r}" for key, value in new.items()])
+
+
+def report_trainer(cfg, rank: Rank, experts: bool, gpu_bytes: float) -> list[str]:
+    keys = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model", etp="expert_tensor")
+    sizes = [f"{name} {getattr(cfg, key + '_parallel_size')}" for name, key in keys.items()]
+    what = dict(weights=cfg.dtype, gradients="fp32", optimizer="fp32 main weights, two moments",
+                activations=f"{micro_batch_tokens(cfg):,} tokens a micro-batch", logits="of one chunk")
+    return [f"  trainers: {cfg.actor_num_gpus} GPU(s) = {' x '.join(sizes[:3])} x dp {dp_size(cfg)}"
+            + (f"; experts over {', '.join(sizes[3:])}" if experts else ""),
+            f"    the fullest rank, in stage {rank.stage}: {rank.layers} layers, {rank.parameters / 1e9:.2f} B parameters",
+            *[f"    {key:12} {getattr(rank, key) / 1e9:8.1f} GB   {text}" for key, text in what.items()],
+            f"    {'all':12} {rank.total / 1e9:8.1f} GB   of {gpu_bytes / 1e9:.0f}; for each GPU {rank.host / 1e9:.0f} GB "
+            "of CPU memory"]
+
+
+def report_engine(cfg, c, one: Engine) -> list[str]:
+    width, share, rate = (cfg.rollout_num_gpus_per_engine, cfg.sglang.get("mem_fraction_static", ENGINE_SHARE),
+                          SYNC_RATE.get(cfg.update_weight_transport))
+    asked, sync = cfg.sglang.get("max_running_requests") or cfg.sglang_server_concurrency, model_bytes(cfg, c)
+    return [f"  engines: {cfg.rollout_num_gpus // width} of {width} GPU(s)",
+            f"    {'weights':12} {one.weights / 1e9:8.1f} GB   {cfg.rollout_quantization or 'bf16'}",
+            f"    {'cache':12} {one.cache / 1e9:8.1f} GB   the rest of {share} of the GPU",
+            f"    {one.token_bytes:,.0f} bytes a token and GPU: {one.tokens:,} tokens, {one.samples:.0f} samples of "
+            f"{sample_tokens(cfg):,} at a time; up to {asked} are asked for",
+            f"  weight sync: {sync / 1e9:.2f} GB {cfg.rollout_quantization or 'bf16'}"
+            + (f", at least {sync / rate:.2f} s at {rate / 1e9:.0f} GB/s (within a node)" if rate else "")]
