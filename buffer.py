@@ -507,6 +507,18 @@ PER_TOKEN = {"advantages": "advantages", "old_logp": "log_probs", "ref_logp": "r
              "returns": "returns"}               # LossInput's name -> upstream's key in the data
 
 
+def lengthen(batch: PackedBatch, total: int) -> PackedBatch:
+    """The same micro-batch with padding behind, `total` tokens in all."""
+    more = total - len(batch.real)
+    if not more:
+        return batch
+    positions = torch.cat([batch.position_ids, torch.arange(more, device=batch.tokens.device)[None]], dim=1)
+    return dataclasses.replace(
+        batch, tokens=F.pad(batch.tokens, (0, more)), position_ids=positions, max_seqlen=max(batch.max_seqlen, more),
+        cu_seqlens=F.pad(batch.cu_seqlens, (0, 1), value=total), real=F.pad(batch.real, (0, more)),
+        experts=None if batch.experts is None else F.pad(batch.experts, (0, 0, 0, 0, 0, more), value=-1))
+
+
 def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu", pad_each: int = 1) -> PackedBatch:
     """Samples at these positions -> one packed micro-batch, padded to a multiple of pad_to tokens, and every sequence to a
     multiple of pad_each."""

@@ -217,6 +217,7 @@ class MegatronModel:
     def build_config(self) -> tuple[layers.LayerConfig, dict]:
         cfg = self.cfg
         fields, gpt_kwargs = families.megatron_config(self.hf_config)
+        virtual = cfg.virtual_pipeline_model_parallel_size is not None
         fields |= dict(
             tensor_model_parallel_size=self.grid.tp_size, pipeline_model_parallel_size=self.grid.pp_size,
             virtual_pipeline_model_parallel_size=cfg.virtual_pipeline_model_parallel_size,
@@ -224,7 +225,10 @@ class MegatronModel:
             expert_tensor_parallel_size=self.grid.etp_size,
             sequence_parallel=cfg.sequence_parallel, params_dtype=self.dtype, pipeline_dtype=self.dtype,
             bf16=self.dtype == torch.bfloat16, transformer_impl="local",      # whose layers: see layers.py
-            variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",   # the one that allows variable lengths
+            # NOTE: virtual stages exchange activations both ways at once, and with two stages both between the same ranks, where
+            # Megatron would confuse the lengths: then all micro-batches get the same one, and p2p calls are not batched.
+            variable_seq_lengths=not virtual, overlap_p2p_comm=virtual, batch_p2p_comm=not virtual,
+            moe_token_dispatcher_type="alltoall",   # the one that allows variable lengths
             calculate_per_token_loss=True,   # Megatron must not divide by anything: all denominators are in the loss already
             use_cpu_initialization=cfg.device == "cpu", perform_initialization=False,   # every weight is loaded
             bias_activation_fusion=cfg.device == "cuda",         # SwiGLU through torch.compile
@@ -393,10 +397,13 @@ class MegatronModel:
 
     def run(self, batches: list[PackedBatch], post: Callable, forward_only: bool) -> list:
         """All micro-batches through Megatron's schedule (none, 1F1B, interleaved). -> post's results on the last stage, else []."""
+        longest = max(batch.tokens.shape[1] for batch in batches)
+        if not self.config.variable_seq_lengths:
+            batches = [buffer.lengthen(batch, longest) for batch in batches]
         iterators = [iter(batches) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=partial(self.forward_step, post), model=self.chunks,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0], num_microbatches=len(batches), seq_length=batches[0].tokens.shape[1], micro_batch_size=1,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0], num_microbatches=len(batches), seq_length=longest, micro_batch_size=1,
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
     @torch.no_grad()
