@@ -8,7 +8,7 @@ cpu.py: what lets the real stack run with no GPU? An SGLang platform plug-in, an
 Run:   nothing to run; `pip install -e .` registers the entry point, SGLang's processes find it by package metadata.
 Test:  pytest tests/test_cpu.py
 Knows nothing about: the rest of nanoslime; engines.py chooses the server arguments that go with it.
-Left out on purpose: tensor parallelism of one engine (SGLang's pynccl insists on CUDA), page sizes above 1, MLA, Mamba.
+Left out on purpose: tensor parallelism of one engine (SGLang's pynccl insists on CUDA), page sizes above 1, Mamba, sparse attention.
 
 SGLang ships a CPU engine of its own, but it needs kernels that no package registry carries. Its interface for new
 hardware is public, and plain torch can be that hardware: slow, exact, and the same server, scheduler and endpoints.
@@ -47,6 +47,11 @@ def platform_class() -> type:
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
             return MHATokenToKVPool
 
+        def get_mla_kv_pool_cls(self):
+            from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+            # index_head_dim is None here: sparse attention has a pool of its own.
+            return lambda *args, index_head_dim, **kwargs: MLATokenToKVPool(*args, **kwargs)
+
         def get_paged_allocator_cls(self):
             from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
@@ -72,14 +77,41 @@ def platform_class() -> type:
 
 
 def replace_gpu_parts() -> None:
-    """The places where SGLang calls CUDA or Triton without asking the platform."""
+    """The places where SGLang calls CUDA or Triton, or shapes things for Intel's kernels, without asking the platform."""
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    import sglang.srt.layers.rotary_embedding.factory as rope_factory
     import sglang.srt.layers.sampler as sampler
+    import sglang.srt.model_executor.model_runner as model_runner
+    import sglang.srt.state_capturer.base as capturer
     import torch
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
     torch.cuda.synchronize = lambda device=None: None              # /weights_checker waits for "the GPU" first
+    # NOTE: it rounds a layer's width up to a multiple of 32, and in experts what was added stays uninitialised.
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *unused: model_config
+    # MLA: without a rope scaling too, and always over the cached latents, which is all that torch_native can read.
+    rope_factory.get_rope_cpu = lambda *args: rope_factory.get_rope(*args[:-1])                # the last is the device
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    capture_routing(capturer)
     # These two run only with enable_deterministic_inference:
     batch_invariant_ops.enable_batch_invariant_mode = make_products_batch_invariant
     sampler.murmur_hash32 = murmur_hash32
+
+
+def capture_routing(capturer) -> None:
+    """Makes `return_routed_experts` work: SGLang notes each token's experts in pinned memory, and copies them late."""
+    import types
+    import torch
+    base, at_end = capturer.BaseTopkCapturer, capturer.BaseTopkCapturer.on_forward_end
+
+    def init(self, num_tokens, max_batch_size, num_layers, topk_size, device, name, device_topk_size=None):
+        self.num_layers, self.topk_size = num_layers, topk_size
+        # One row for each slot of the KV cache; a batch may be as long as that, because prompts are not cut here.
+        self.host_cache = types.SimpleNamespace(buffer=torch.zeros(num_tokens, num_layers, topk_size, dtype=torch.int32))
+        self.device_cache = capturer.BaseDeviceCache(num_tokens, num_layers, device_topk_size or topk_size, device, name)
+
+    base.__init__ = init
+    # NOTE: "later" is after the next forward pass, and the copy from the CPU to the CPU is none: it would show that pass.
+    base.on_forward_end = lambda self, no_copy_to_cpu, **batch: at_end(self, **batch)
 
 
 def make_products_batch_invariant(*unused) -> None:
