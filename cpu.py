@@ -105,8 +105,9 @@ def capture_routing(capturer) -> None:
 
     def init(self, num_tokens, max_batch_size, num_layers, topk_size, device, name, device_topk_size=None):
         self.num_layers, self.topk_size = num_layers, topk_size
-        # One row for each slot of the KV cache; a batch may be as long as that, because prompts are not cut here.
-        self.host_cache = types.SimpleNamespace(buffer=torch.zeros(num_tokens, num_layers, topk_size, dtype=torch.int32))
+        slots = torch.zeros(num_tokens, num_layers, topk_size, dtype=torch.int32)       # of the KV cache
+        self.host_cache = types.SimpleNamespace(buffer=slots)
+        # As many rows for one batch, because prompts are not cut here.
         self.device_cache = capturer.BaseDeviceCache(num_tokens, num_layers, device_topk_size or topk_size, device, name)
 
     base.__init__ = init

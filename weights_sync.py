@@ -369,10 +369,11 @@ def compare_checksums(expected: list[dict[str, str]], answers: list[dict], engin
             f"engine {engine} has {len(expected)} ranks, and {len(answer['ranks'])} of them said what weights they hold")
         for rank, own in enumerate(answer["ranks"]):
             have, want = own["checksums"], expected[own["parallelism_info"]["tp_rank"]]
-            layers = {n.split("shared_experts.")[0] for n in want if "shared_experts." in n and n not in have}
-            fused = {n for n in want.keys() | have.keys() if re.split(r"(?:shared_)?experts\.", n)[0] in layers and "experts." in n}
+            names = want.keys() | have.keys()
+            layers = {n.split("shared_experts.")[0] for n in want.keys() - have.keys() if "shared_experts." in n}
+            fused = {n for n in names if "experts." in n and re.split(r"(shared_)?experts\.", n)[0] in layers}
             left_out += len(fused)
-            wrong = sorted(n for n in (want.keys() | have.keys()) - fused if want.get(n) != have.get(n))
+            wrong = sorted(n for n in names - fused if want.get(n) != have.get(n))
             if wrong:
                 raise RuntimeError(
                     f"after the weight sync engine {engine} (rank {rank}) differs from the trainer in {len(wrong)} of "

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import weights_sync
 from conftest import write_char_tokenizer
-from engines import call
-from helpers import running_engines
+from engines import Engines, call
+from helpers import make_cfg
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="cpu.py is for machines with no GPU")]
 
@@ -101,13 +101,22 @@ def push(url: str, tensors: dict[str, torch.Tensor]) -> None:
         serialized_named_tensors=[handle], load_format="flattened_bucket", flush_cache=True), 60.0)
 
 
+@pytest.fixture(scope="module")
+def ray_runs():
+    import ray
+    ray.init("local", num_cpus=8, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engine_computes_as_transformers_does(family, tmp_path, monkeypatch):
+def test_engine_computes_as_transformers_does(family, tmp_path, ray_runs):
     first, second = write_model(family, tmp_path / "a", 1), write_model(family, tmp_path / "b", 2)
     strategy = torch.multiprocessing.get_sharing_strategy()
     mixture = hasattr(first.model.layers[-1].mlp, "experts")
-    settings = dict(enable_return_routed_experts=mixture, trust_remote_code=family == "mimo")
-    with running_engines(tmp_path, str(tmp_path / "a"), rollout_num_gpus=1, sglang=settings) as engines:
+    cfg = make_cfg(start_timeout_s=400.0, rollout_num_gpus=1, sglang=dict(
+        enable_return_routed_experts=mixture, trust_remote_code=family == "mimo"))
+    with Engines(cfg, tmp_path, str(tmp_path / "a")) as engines:
         def check(folder: str) -> None:
             expected = weights_sync.expected_checksums(load_file(tmp_path / folder / "model.safetensors"), 1, 2, "cpu")
             answers = engines.post("/weights_checker", {"action": "checksum"})
