@@ -8,7 +8,8 @@ cpu.py: what lets the real stack run with no GPU? An SGLang platform plug-in, an
 Run:   nothing to run; `pip install -e .` registers the entry point, SGLang's processes find it by package metadata.
 Test:  pytest tests/test_cpu.py
 Knows nothing about: the rest of nanoslime; engines.py chooses the server arguments that go with it.
-Left out on purpose: tensor parallelism of one engine (SGLang's pynccl insists on CUDA), page sizes above 1, Mamba, sparse attention.
+Left out on purpose: tensor parallelism of one engine (SGLang's pynccl insists on CUDA), page sizes above 1, Mamba, sparse
+attention.
 
 SGLang ships a CPU engine of its own, but it needs kernels that no package registry carries. Its interface for new
 hardware is public, and plain torch can be that hardware: slow, exact, and the same server, scheduler and endpoints.
