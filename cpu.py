@@ -8,7 +8,8 @@ cpu.py: what lets the real stack run with no GPU? An SGLang platform plug-in, an
 Run:   nothing to run; `pip install -e .` registers the entry point, SGLang's processes find it by package metadata.
 Test:  pytest tests/test_cpu.py
 Knows nothing about: the rest of nanoslime; engines.py chooses the server arguments that go with it.
-Left out on purpose: tensor parallelism of one engine (SGLang's pynccl insists on CUDA), page sizes above 1, MLA, Mamba.
+Left out on purpose: tensor parallelism of one engine (SGLang's pynccl insists on CUDA), page sizes above 1, Mamba, sparse
+attention.
 
 SGLang ships a CPU engine of its own, but it needs kernels that no package registry carries. Its interface for new
 hardware is public, and plain torch can be that hardware: slow, exact, and the same server, scheduler and endpoints.
@@ -47,6 +48,11 @@ def platform_class() -> type:
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
             return MHATokenToKVPool
 
+        def get_mla_kv_pool_cls(self):
+            from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+            # index_head_dim is None here: sparse attention has a pool of its own.
+            return lambda *args, index_head_dim, **kwargs: MLATokenToKVPool(*args, **kwargs)
+
         def get_paged_allocator_cls(self):
             from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
@@ -72,14 +78,42 @@ def platform_class() -> type:
 
 
 def replace_gpu_parts() -> None:
-    """The places where SGLang calls CUDA or Triton without asking the platform."""
+    """The places where SGLang calls CUDA or Triton, or shapes things for Intel's kernels, without asking the platform."""
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    import sglang.srt.layers.rotary_embedding.factory as rope_factory
     import sglang.srt.layers.sampler as sampler
+    import sglang.srt.model_executor.model_runner as model_runner
+    import sglang.srt.state_capturer.base as capturer
     import torch
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
     torch.cuda.synchronize = lambda device=None: None              # /weights_checker waits for "the GPU" first
+    # NOTE: it rounds a layer's width up to a multiple of 32, and in experts what was added stays uninitialised.
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *unused: model_config
+    # MLA: without a rope scaling too, and always over the cached latents, which is all that torch_native can read.
+    rope_factory.get_rope_cpu = lambda *args: rope_factory.get_rope(*args[:-1])                # the last is the device
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    capture_routing(capturer)
     # These two run only with enable_deterministic_inference:
     batch_invariant_ops.enable_batch_invariant_mode = make_products_batch_invariant
     sampler.murmur_hash32 = murmur_hash32
+
+
+def capture_routing(capturer) -> None:
+    """Makes `return_routed_experts` work: SGLang notes each token's experts in pinned memory, and copies them late."""
+    import types
+    import torch
+    base, at_end = capturer.BaseTopkCapturer, capturer.BaseTopkCapturer.on_forward_end
+
+    def init(self, num_tokens, max_batch_size, num_layers, topk_size, device, name, device_topk_size=None):
+        self.num_layers, self.topk_size = num_layers, topk_size
+        slots = torch.zeros(num_tokens, num_layers, topk_size, dtype=torch.int32)       # of the KV cache
+        self.host_cache = types.SimpleNamespace(buffer=slots)
+        # As many rows for one batch, because prompts are not cut here.
+        self.device_cache = capturer.BaseDeviceCache(num_tokens, num_layers, device_topk_size or topk_size, device, name)
+
+    base.__init__ = init
+    # NOTE: "later" is after the next forward pass, and the copy from the CPU to the CPU is none: it would show that pass.
+    base.on_forward_end = lambda self, no_copy_to_cpu, **batch: at_end(self, **batch)
 
 
 def make_products_batch_invariant(*unused) -> None:
@@ -138,7 +172,9 @@ def megatron_on_cpu() -> None:
     `.cuda()`, `tensor.type() == "torch.cuda.FloatTensor"`, and its random-number tracker. Nothing else is touched.
     """
     import torch
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     from torch.overrides import TorchFunctionMode
 
     def on_cpu(device):
@@ -188,4 +224,37 @@ def megatron_on_cpu() -> None:
                             current_stream=lambda device=None: nothing, stream=lambda stream: nothing).items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, record_stream=False: (
+        x.numpy() if as_numpy and torch.is_tensor(x) else x)             # its own leaves out what is on the CPU already
+    mappings._gather_along_first_dim = ragged_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = ragged_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def ragged_gather(gather):
+    """Megatron's, also for parts of different lengths (tokens at an expert that several ranks share), which gloo lacks."""
+    import torch.distributed as dist
+
+    def gathered(x, group, sizes=None, *args):
+        if sizes is None or group.size() == 1:
+            return gather(x, group, sizes, *args)
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        for rank, part in enumerate(out.split(list(sizes))):
+            if rank == group.rank():
+                part.copy_(x)
+            dist.broadcast(part, dist.get_global_rank(group, rank), group)
+        return out
+    return gathered
+
+
+def ragged_reduce_scatter(reduce_scatter):
+    """The same for its gradient."""
+    import torch.distributed as dist
+
+    def scattered(x, group, sizes=None, *args):
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(x, group, sizes, *args)
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x.split(list(sizes))[group.rank()]
+    return scattered

@@ -101,6 +101,18 @@ GATE_UP = Kind(
 )
 GATE_UP_FUSED = Kind(GATE_UP.merge, lambda full, cfg: [full], GATE_UP.shard, GATE_UP.unshard)
 
+# --- latent attention: the narrow matrices of queries (where they have one) and of keys and values, one above the other.
+
+
+def split_latent(full, cfg):
+    rows = [cfg.q_lora_rank or 0, cfg.kv_lora_rank + cfg.qk_rope_head_dim]
+    return [part for part in full.split(rows) if len(part)]  # [q_lora, H], [kv_lora + rope, H]; views
+
+
+LATENT_DOWN = Kind(lambda hf_tensors, cfg: torch.cat(hf_tensors), split_latent, REPLICATED.shard, REPLICATED.unshard)
+
+WHOLE = (REPLICATED, LATENT_DOWN)  # kinds of which every TP rank has all
+
 # --- vocabulary: embedding and output layer, cut by rows after padding with zero rows to padded_vocab_size.
 # NOTE: a zero row of the output layer gives the logit 0, not -inf. Whoever computes log-probs or entropy must mask the
 # columns >= vocab_size of the padded logits, or the padding takes probability and every log-prob is off.
@@ -240,13 +252,15 @@ GLM4_MLP = layer([
 def latent_attention(cfg):
     """DeepSeek's multi-head latent attention (2405.04434): through narrow matrices, whole on every rank, then wide ones, cut
     by heads."""
-    query = [("self_attention.linear_q_proj.weight", ["self_attn.q_proj.weight"], COLUMN)]
+    # NOTE: one parameter for both narrow matrices, so that the two are sent one after the other: see weights_sync.pack_buckets.
+    narrow, wide = ["self_attn.kv_a_proj_with_mqa.weight"], ("linear_q_proj.weight", "q_proj.weight")
+    norm = []
     if cfg.q_lora_rank is not None:
-        query = [("self_attention.linear_q_down_proj.weight", ["self_attn.q_a_proj.weight"], REPLICATED),
-                 ("self_attention.q_layernorm.weight", ["self_attn.q_a_layernorm.weight"], REPLICATED),
-                 ("self_attention.linear_q_up_proj.weight", ["self_attn.q_b_proj.weight"], COLUMN)]
-    return NORMS + layer(query + [
-        ("self_attention.linear_kv_down_proj.weight", ["self_attn.kv_a_proj_with_mqa.weight"], REPLICATED),
+        narrow, wide = ["self_attn.q_a_proj.weight", *narrow], ("linear_q_up_proj.weight", "q_b_proj.weight")
+        norm = [("self_attention.q_layernorm.weight", ["self_attn.q_a_layernorm.weight"], REPLICATED)]
+    return NORMS + layer(norm + [
+        ("self_attention.linear_down_proj.weight", narrow, LATENT_DOWN),
+        (f"self_attention.{wide[0]}", [f"self_attn.{wide[1]}"], COLUMN),
         ("self_attention.kv_layernorm.weight", ["self_attn.kv_a_layernorm.weight"], REPLICATED),
         ("self_attention.linear_kv_up_proj.weight", ["self_attn.kv_b_proj.weight"], COLUMN),
         ("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], ROW),

@@ -304,9 +304,9 @@ def attend_on_cpu(query, key, value, cu_q, cu_k, scale) -> Tensor:
 class LatentAttention(MegatronModule):
     """DeepSeek's multi-head latent attention (2405.04434, sec. 2.1), under the constructor and call of Megatron's attention.
 
-        hidden --kv_down--> [kv_lora_rank | rope] --norm--> kv_up --> of each head: key without position, value
-                                               `--> one key with position, shared by all heads
-        hidden --q_down--> [q_lora_rank] --norm--> q_up --> of each head: query without, and with position
+        hidden --down--> [q_lora_rank]  --norm, q_up-->  of each head: query without, and with position
+                         [kv_lora_rank] --norm, kv_up--> of each head: key without position, value
+                         [rope]                          one key with position, shared by all heads
 
     The narrow matrices are whole on every TP rank, the wide ones are cut by heads. Megatron's own module cuts the narrow ones
     too and gathers, and then sums the gradient of the shared key over too few ranks.
@@ -317,13 +317,12 @@ class LatentAttention(MegatronModule):
         c, self.tp_group, self.cp_group = config, pg_collection.tp, pg_collection.cp
         wide = dict(config=c, init_method=c.init_method, bias=False, tp_group=pg_collection.tp)
         qk, heads = c.qk_nope_head_dim + c.qk_rope_head_dim, c.num_attention_heads
+        self.linear_down_proj = Replicated(c, c.hidden_size, (c.q_lora_rank or 0) + c.kv_lora_rank + c.qk_rope_head_dim)
         if c.q_lora_rank:
-            self.linear_q_down_proj = Replicated(c, c.hidden_size, c.q_lora_rank)
             self.q_layernorm = Norm(c, c.q_lora_rank, c.layernorm_epsilon)
             self.linear_q_up_proj = ColumnParallelLinear(c.q_lora_rank, heads * qk, **wide)
         else:
             self.linear_q_proj = ColumnParallelLinear(c.hidden_size, heads * qk, **wide)
-        self.linear_kv_down_proj = Replicated(c, c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
         self.kv_layernorm = Norm(c, c.kv_lora_rank, c.layernorm_epsilon)
         self.linear_kv_up_proj = ColumnParallelLinear(c.kv_lora_rank, heads * (c.qk_nope_head_dim + c.v_head_dim), **wide)
         self.linear_proj = RowParallelLinear(heads * c.v_head_dim, c.hidden_size, input_is_parallel=True, skip_bias_add=True,
@@ -332,12 +331,10 @@ class LatentAttention(MegatronModule):
     def forward(self, hidden: Tensor, attention_mask=None, packed_seq_params=None, **unused):
         """[T, 1, H], with sequence parallelism [T/tp, 1, H] -> same, and no bias"""
         c, packing = self.config, packed_seq_params
-        if c.q_lora_rank:
-            query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
-        else:
-            query = self.linear_q_proj(hidden)[0]
+        query, latent, key_rope = self.linear_down_proj(hidden).split([c.q_lora_rank or 0, c.kv_lora_rank, c.qk_rope_head_dim],
+                                                                      dim=-1)
+        query = self.linear_q_up_proj(self.q_layernorm(query))[0] if c.q_lora_rank else self.linear_q_proj(hidden)[0]
         query = query[:, 0].unflatten(-1, (-1, c.qk_nope_head_dim + c.qk_rope_head_dim))          # [T, A/tp, nope + rope]
-        latent, key_rope = self.linear_kv_down_proj(hidden).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         key_value = self.linear_kv_up_proj(self.kv_layernorm(latent))[0][:, 0].unflatten(-1, (query.shape[1], -1))
         key_nope, value = key_value.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)             # [T, A/tp, nope], [.., v]
         # Forward: every rank has the shared key of all T tokens. Backward: its gradient is summed over the ranks' heads.

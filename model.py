@@ -199,7 +199,7 @@ class MegatronModel:
         # count one TP rank's shards only.
         for name, param in self.named_weights():
             rule = families.find_rule(self.hf_config, name)[0]
-            param.tensor_model_parallel = rule.kind is not families.REPLICATED or rule.of_experts
+            param.tensor_model_parallel = rule.kind not in families.WHOLE or rule.of_experts
         self.load_hf(hf_folder)
         self.away, self.host, self.loading, self.copied = {}, {}, None, set()    # see sleep()
         # Experts: how many tokens each of them got in this step [L, E]; the routes that a pass took, for the ones after it.

@@ -17,6 +17,7 @@ import base64
 import datetime
 import hashlib
 import pathlib
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -63,7 +64,7 @@ def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
         if rule.load_only:                   # the last stage's copy of a tied embedding: stage 0 sends it
             continue
         if not rule.of_experts:
-            whole = rule.kind is families.REPLICATED
+            whole = rule.kind in families.WHOLE
             yield from families.to_hf(model.hf_config, name, gathered(param, None if whole else grid.tp_group))
             continue
         for e, own in enumerate(param):      # the e-th expert of every expert-parallel rank
@@ -109,7 +110,9 @@ def pack_buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> It
     held, size = [], 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        if held and size + nbytes > bucket_bytes:
+        # NOTE: SGLang fuses latent attention's two narrow matrices when it has both, and forgets a half whose other half does
+        # not come in the same request.
+        if held and size + nbytes > bucket_bytes and "kv_a_proj_with_mqa" not in name:
             yield to_bucket(held)
             held, size = [], 0
         held.append((name, tensor))
@@ -304,28 +307,49 @@ class WeightSync:
 # ---- Verifying -------------------------------------------------------------------------------------------------------
 # SGLang fuses what the checkpoint keeps apart, and pads the vocabulary; its parameter names are ours otherwise.
 FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
-         "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+         "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
+         "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1)}
+ALONE = {"q_proj": "k_proj", "kv_a_proj_with_mqa": "q_a_proj"}   # of MLA: fused only where the other one is there too
+EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+WHOLE = ("norm", "mlp.gate.", "q_a_proj", "kv_a_proj")           # every TP rank holds all of it
 VOCAB_PADDING = 64
 
 
 def expected_checksums(tensors: dict[str, Tensor], tp_size: int, kv_heads: int, device: str) -> list[dict[str, str]]:
-    """What /weights_checker must answer for these HF tensors: for each TP rank of an engine, parameter -> checksum."""
-    parts: dict[str, dict[int, Tensor]] = {}
+    """What /weights_checker must answer for these HF tensors: for each TP rank of an engine, parameter -> checksum.
+
+    All parameters of the dense, mixture and MLA families; w_kc and w_vc, which SGLang derives from kv_b_proj, are none.
+    """
+    parts: dict[str, dict[int, tuple[str, Tensor]]] = {}    # engine's name -> place -> HF name, tensor
     for name, tensor in tensors.items():
-        module = name.split(".")[-2]
-        fused, place = FUSED.get(module, (module, 0))
-        parts.setdefault(name.replace(module, fused), {})[place] = tensor
+        fused, place = engine_name(name, tensors)
+        # GLM-4's checkpoints hold gate above up; cut over TP is each of them.
+        for i, piece in enumerate(tensor.chunk(2) if "gate_up_proj" in name else [tensor]):
+            parts.setdefault(fused, {})[place + i] = name, piece
     checksums = []
     for rank in range(tp_size):
         own = {}
-        for name, pieces in parts.items():
-            cut = []
-            for i in sorted(pieces):
-                keys_or_values = "qkv" in name and i > 0
-                cut.append(shard(name, pieces[i], rank, tp_size, kv_heads if keys_or_values else tp_size))
-            own[name] = checksum(torch.cat(cut) if len(cut) > 1 else cut[0], device)
+        for fused, pieces in parts.items():
+            # Experts too: only the bytes count, and they lie as in [E, 2F/tp, H] and [E, H, F/tp].
+            cut = [shard(name, piece, rank, tp_size, kv_heads if ".qkv_proj." in f".{fused}" and i > 0 else tp_size)
+                   for i, (name, piece) in sorted(pieces.items())]
+            own[fused] = checksum(torch.cat(cut) if len(cut) > 1 else cut[0], device)
         checksums.append(own)
     return checksums
+
+
+def engine_name(name: str, names: Iterable[str]) -> tuple[str, int]:
+    """An HF tensor's parameter in the engine, and which of its parts it is: e.g. gate, up of expert 0, 1, ... in one."""
+    expert = EXPERT.search(name)
+    if expert:
+        number, down = int(expert[1]), expert[2] == "down"
+        return name[:expert.start()] + ("experts.w2_weight" if down else "experts.w13_weight"), (
+            2 * number + (expert[2] == "up"))
+    module = name.split(".")[-2]
+    if module in ALONE and name.replace(module, ALONE[module]) not in names:
+        return name, 0
+    fused, place = FUSED.get(module, (module, 0))
+    return name.replace(module, fused), place
 
 
 def shard(name: str, tensor: Tensor, rank: int, tp_size: int, most: int) -> Tensor:
@@ -335,10 +359,14 @@ def shard(name: str, tensor: Tensor, rank: int, tp_size: int, most: int) -> Tens
         rows = -(-tensor.shape[0] // VOCAB_PADDING) * VOCAB_PADDING
         tensor = torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], tensor.shape[1])])
         return tensor.chunk(tp_size)[rank]
+    if "e_score_correction_bias" in name:
+        return tensor.float()                # fp32 in every engine, whatever the model's dtype
+    if any(part in name for part in WHOLE):
+        return tensor
     if "o_proj" in name or "down_proj" in name:
-        return tensor.chunk(tp_size, dim=1)[rank]
+        return tensor.chunk(tp_size, dim=1)[rank].contiguous()
     parts = min(tp_size, most)
-    return tensor if "norm" in name else tensor.chunk(parts)[rank * parts // tp_size]
+    return tensor.chunk(parts)[rank * parts // tp_size]
 
 
 def checksum(tensor: Tensor, device: str) -> str:
@@ -349,17 +377,27 @@ def checksum(tensor: Tensor, device: str) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()[:8].hex()
 
 
-def compare_checksums(expected: list[dict[str, str]], answers: list[dict], engines: Iterable[int]) -> None:
-    """Raise RuntimeError naming the first parameters in which an engine differs from the trainer."""
+def compare_checksums(expected: list[dict[str, str]], answers: list[dict], engines: Iterable[int]) -> int:
+    """Raise RuntimeError naming the first parameters in which an engine differs from the trainer.
+
+    -> how many parameters were left out. NOTE: on GPUs SGLang may hold the shared expert as one more expert of
+    w13_weight and w2_weight; those layers' experts are not compared then. disable_shared_experts_fusion prevents it.
+    """
+    left_out = 0
     for engine, answer in zip(engines, answers):
         assert len(answer["ranks"]) == len(expected), (
             f"engine {engine} has {len(expected)} ranks, and {len(answer['ranks'])} of them said what weights they hold")
         for rank, own in enumerate(answer["ranks"]):
             have, want = own["checksums"], expected[own["parallelism_info"]["tp_rank"]]
-            wrong = sorted(n for n in want.keys() | have.keys() if want.get(n) != have.get(n))
+            names = want.keys() | have.keys()
+            layers = {n.split("shared_experts.")[0] for n in want.keys() - have.keys() if "shared_experts." in n}
+            fused = {n for n in names if "experts." in n and re.split(r"(shared_)?experts\.", n)[0] in layers}
+            left_out += len(fused)
+            wrong = sorted(n for n in names - fused if want.get(n) != have.get(n))
             if wrong:
                 raise RuntimeError(
                     f"after the weight sync engine {engine} (rank {rank}) differs from the trainer in {len(wrong)} of "
                     f"{len(want)} parameters, first {wrong[:3]}: its samples would come from other weights. Usual causes: a "
                     "rule of convert.py that is wrong for this family, an engine that quantises; compare with "
                     "update_weight_transport='disk'")
+    return left_out
