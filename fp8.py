@@ -1,12 +1,13 @@
 """
-fp8.py: a matrix in 8 bits. Weights in float8_e4m3fn, one scale for each block of 128 x 128, as DeepSeek-V3's checkpoints have them.
+fp8.py: a matrix in 8 bits: float8_e4m3fn, and one scale for each block of 128 x 128, as in DeepSeek-V3's checkpoints.
 
     "x.weight" [R, C] --quantize_block--> "x.weight" [R, C] e4m3 + "x.weight_scale_inv" [R/128, C/128] fp32   (engines)
                       <--dequantize_block-- w = q * scale (not / scale, whatever its name says)               (trainers)
 
 Test:  pytest tests/test_fp8.py
-Knows nothing about: files, engines, who asks. Trainers compute in bf16; what an engine computes with is rounded to 4 significant
-       bits, so `train_rollout_logprob_abs_diff` grows: see use_tis.
+Knows nothing about: files, engines, who asks. Trainers compute in bf16; an engine's weights and activations have 4 significant
+       bits then, so `train_rollout_logprob_abs_diff` grows: see use_tis.
+NOTE: transformers 5.12 takes R / r for the height of a block, so it misreads matrices that are no multiple of 128; we do not.
 Shapes: R rows, C columns; r, c the blocks along them (the last one of each may be smaller than 128).
 """
 import re
@@ -90,8 +91,9 @@ def check_engine(hf_config, tp_size: int) -> None:
              "shared_expert_intermediate_size / tp":
                  (getattr(hf_config, "shared_expert_intermediate_size", None) or 0) / tp_size}
     if not getattr(hf_config, "kv_lora_rank", None):         # latent attention has other matrices
-        sizes |= {"heads * head_dim / tp": heads * width / tp_size, "kv heads * head_dim / tp": max(groups / tp_size, 1) * width}
+        sizes |= {"heads * head_dim / tp": heads * width / tp_size,
+                  "kv heads * head_dim / tp": max(groups / tp_size, 1) * width}
     for name, size in sizes.items():
         if size % BLOCK:
-            raise ValueError(f"rollout_quantization='fp8' has blocks of {BLOCK}, and {name} = {size:g} with tp {tp_size} is no "
-                             f"multiple of that; set a smaller rollout_num_gpus_per_engine, or rollout_quantization=None")
+            raise ValueError(f"rollout_quantization='fp8' has blocks of {BLOCK}, and {name} = {size:g} with tp {tp_size} is "
+                             "no multiple of that; set a smaller rollout_num_gpus_per_engine, or rollout_quantization=None")
