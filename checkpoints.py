@@ -50,7 +50,9 @@ class CheckpointReader:
                 name = key.replace("decoder.layers.", f"decoder.layers.{i}.", 1) if stacked else key
                 try:
                     rule, _ = find_rule(hf_config, name)
-                    tensors = [] if rule.load_only else to_hf(hf_config, name, [self.read(key, size, i, meta)])
+                    if rule.load_only:       # a tied one is stored once, under the embedding's name
+                        raise KeyError("these embeddings are not tied")
+                    tensors = to_hf(hf_config, name, [self.read(key, size, i, meta)])
                 except (KeyError, RuntimeError) as e:    # no rule; a shape that cannot be taken apart
                     raise ValueError(f"{self.folder} is a checkpoint of another model: {name} {list(size)}: {e.args[0]}; give "
                                      "the Hugging Face folder that its run began with") from e
