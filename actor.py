@@ -76,6 +76,7 @@ class TrainActor:
         import algos
         begin, times = time.perf_counter(), {}
         data, steps, own = self.own_part(data, plan)
+        self.model.routes.clear()            # of the rollout before
         if self.cfg.loss_type == "sft":
             del data["rollout_log_probs"]    # rows of a file were sampled by nobody
         else:
@@ -113,13 +114,12 @@ class TrainActor:
 
     def told(self, own: list[int], data: dict, key: str) -> dict:
         """{position in the whole data: [R_i]}, of the one rank that speaks for those that hold the same."""
-        return dict(zip(own, data[key])) if key in data and self.grid.tp_rank == 0 else {}
+        return dict(zip(own, data[key])) if key in data and self.grid.tp_rank == self.grid.cp_rank == 0 else {}
 
     def optimizer_steps(self, data: dict, steps: list, loss) -> list[dict]:
-        import buffer
         out = []
         for micro_batches in steps:
-            batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in micro_batches]
+            batches = [self.model.pack(data, one) for one in micro_batches]
             out.append(self.model.train_step(batches, lambda x: loss(self.cfg, x)))
         return out
 
@@ -143,16 +143,14 @@ class TrainActor:
         else reads the old log-probs. The actor's first step does not save it: that two passes over the same tokens agree
         (ppo_kl = 0) is a check of everything in between."""
         cfg = self.cfg
-        reads = cfg.kl_coef or cfg.use_opd or cfg.custom_advantage_function or cfg.custom_loss_function
+        reads = cfg.kl_coef or cfg.use_opd or cfg.use_routing_replay or cfg.custom_advantage_function or cfg.custom_loss_function
         return optimizer_steps > 1 or step == cfg.num_critic_only_steps or bool(reads)
 
     def add_outputs(self, data: dict, steps: list, key: str) -> None:
         """data[key] = log-probs (a critic's: values) under the weights now in the model, per sample. Only the last pipeline
         stage has them."""
-        import buffer
-        flat = [one for batches in steps for one in batches]
-        batches = [buffer.pack(data, one, self.model.pad_to, self.model.device) for one in flat]
-        out = self.model.forward_only(batches)
+        batches = [self.model.pack(data, one) for micro_batches in steps for one in micro_batches]
+        out = self.model.forward_only(batches, replays=key == "log_probs")
         if self.grid.is_last_stage:
             data[key] = [None] * len(data["tokens"])
             for batch, output in zip(batches, out):
@@ -169,7 +167,7 @@ class TrainActor:
     def save_hf(self, folder: str) -> None:
         import convert
         import weights_sync
-        if self.grid.dp_rank != 0:
+        if not weights_sync.takes_part(self.model):
             return
         stream = weights_sync.buckets(self.model, self.cfg.update_weight_buffer_size)
         if self.rank == 0:

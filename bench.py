@@ -224,7 +224,7 @@ def measure_training(cfg: base.Config, run_dir: pathlib.Path, seqlen: int, steps
     ids = torch.randint(0, trainer.vocab_size, (count, seqlen), generator=torch.Generator().manual_seed(cfg.seed))
     data = made_up_data(cfg, ids.tolist())
     plan = buffer.plan(dataclasses.replace(cfg, global_batch_size=count, num_steps_per_rollout=1), data, 1)
-    batches = [buffer.pack(data, one, trainer.pad_to, trainer.device) for one in plan[0][0]]
+    batches = [trainer.pack(data, one) for one in plan[0][0]]
     start_s, rows = time.perf_counter() - begin, []
     for _ in range(steps + 1):
         rate = matrix_rate(cfg)

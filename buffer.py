@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
@@ -417,7 +418,10 @@ def plan(cfg, data: dict[str, list], dp_size: int) -> list[list[list[list[int]]]
             lo, hi = (len(kind) * j // cfg.num_steps_per_rollout for j in (k, k + 1))
             members += [i for group in kind[lo:hi] for i in group]
         set_loss_weights(cfg, data, members)
-        bins = pack_bins([len(data["tokens"][i]) for i in members], cfg.max_tokens_per_gpu, dp_size)
+        # context-parallel ranks share a micro-batch; virtual stages take micro-batches in rounds of pp
+        rounds = cfg.pipeline_model_parallel_size if cfg.virtual_pipeline_model_parallel_size else 1
+        bins = pack_bins([len(data["tokens"][i]) for i in members], cfg.max_tokens_per_gpu * cfg.context_parallel_size,
+                         dp_size * rounds)
         bins = [[members[j] for j in one] for one in bins]
         steps.append(distribute(bins, [sum(len(data["tokens"][i]) for i in one) for one in bins], dp_size))
     return steps
@@ -493,6 +497,8 @@ class PackedBatch:
     sample: Tensor          # [R] int64: 0 for the tokens of the first sample, 1 for the second, ...
     samples: list[int]      # S positions in the data
     lengths: list[int]      # R_i of each of them, sum is R
+    real: Tensor            # [T] not padding
+    experts: Tensor | None  # [T, L, k] int16 that the engine routed each token to; -1: unknown
     per_token: dict[str, Tensor]  # [R] advantages, old_logp, rollout_logp, ref_logp, ... whichever the data has
 
 
@@ -501,17 +507,26 @@ PER_TOKEN = {"advantages": "advantages", "old_logp": "log_probs", "ref_logp": "r
              "returns": "returns"}               # LossInput's name -> upstream's key in the data
 
 
-def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu") -> PackedBatch:
-    """Samples at these positions -> one packed micro-batch, padded to a multiple of pad_to tokens."""
-    tokens = [data["tokens"][i] for i in samples]
+def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu", pad_each: int = 1) -> PackedBatch:
+    """Samples at these positions -> one packed micro-batch, padded to a multiple of pad_to tokens, and every sequence to a
+    multiple of pad_each."""
     lengths = [data["response_lengths"][i] for i in samples]
-    ends = torch.tensor([len(t) for t in tokens], dtype=torch.int64).cumsum(0)                    # [S]
-    total = int(ends[-1]) if tokens else 0
+    sizes = [len(data["tokens"][i]) for i in samples]
+    tokens = [F.pad(data["tokens"][i], (0, -n % pad_each)) for i, n in zip(samples, sizes)]       # behind: no token sees it
+    starts = [0, *torch.tensor([len(t) for t in tokens], dtype=torch.int64).cumsum(0).tolist()]   # [S + 1]
+    total = starts[-1]
     pad = -total % pad_to if total else pad_to
     if pad:                                  # padding attends only to itself
         tokens = tokens + [torch.zeros(pad, dtype=torch.int64)]
+    real, experts = torch.zeros(total + pad, dtype=torch.bool), None                              # [T]
+    if "rollout_routed_experts" in data:
+        experts = torch.full((total + pad, *data["rollout_routed_experts"][0].shape[1:]), -1, dtype=torch.int16)
+    for i, start, n in zip(samples, starts, sizes):
+        real[start:start + n] = True
+        if experts is not None:
+            experts[start:start + n] = data["rollout_routed_experts"][i]
     # A response token at position j of the packed row is predicted by the hidden state at j - 1.
-    spans = [torch.arange(int(e) - n, int(e)) for e, n in zip(ends, lengths)]
+    spans = [torch.arange(start + n - r, start + n) for start, n, r in zip(starts, sizes, lengths)]
     target_index = torch.cat(spans or [torch.zeros(0, dtype=torch.int64)])                        # [R]
     row = torch.cat(tokens)                                                                       # [T]
 
@@ -533,4 +548,5 @@ def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu") -
         targets=row[target_index].to(device),
         weight=weights("loss"),
         sample=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(device),
-        samples=list(samples), lengths=lengths, per_token=per_token)
+        samples=list(samples), lengths=lengths, per_token=per_token,
+        real=real.to(device), experts=None if experts is None else experts.to(device))

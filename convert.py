@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 import fp8
-from families import check_policy, check_tp, family, has_value_head, hf_names, ignorable, lookup, value_config
+from families import (ALIASES, check_policy, check_tp, family, has_value_head, hf_names, ignorable, lookup,
+                      value_config)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders
@@ -70,7 +71,10 @@ def load_hf_config(path_or_hub_name):
     folder = model_folder(path_or_hub_name, SMALL_FILES)
     try:
         # before transformers sees it: our message names what works here
-        lookup(json.loads((folder / "config.json").read_text()).get("model_type"))
+        values = json.loads((folder / "config.json").read_text())
+        fam = lookup(values.get("model_type"))
+        if values["model_type"] in ALIASES:      # transformers has no class of this name
+            return AutoConfig.for_model(**values | {"model_type": fam.model_type})
         return AutoConfig.from_pretrained(folder)
     except (json.JSONDecodeError, OSError, StrictDataclassError) as e:
         raise ValueError(f"{folder}/config.json cannot be read ({e}); copy or download it again") from e

@@ -137,8 +137,6 @@ def megatron_on_cpu() -> None:
     Megatron names CUDA in a few places even when told to use the CPU: `device="cuda"`, `torch.cuda.current_device()`,
     `.cuda()`, `tensor.type() == "torch.cuda.FloatTensor"`, and its random-number tracker. Nothing else is touched.
     """
-    import contextlib
-
     import torch
     import megatron.core.tensor_parallel.random as megatron_random
     from torch.overrides import TorchFunctionMode
@@ -160,8 +158,29 @@ def megatron_on_cpu() -> None:
                 return out.replace("torch.", "torch.cuda.")   # asked for its name: the optimizer sorts parameters by it
             return out
 
+    class NoStream:
+        """A stream, or an event on one: on a CPU everything has happened when it was called."""
+
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def record_event(self):
+            return self
+
+        def wait_stream(self, other):
+            pass
+
+        synchronize = record_event
+
     CudaMeansCpu().__enter__()               # for good: this process trains and does nothing else
-    nothing = contextlib.nullcontext()
+    nothing = NoStream()
+    torch.cuda.Stream = NoStream
     for name, value in dict(current_device=lambda: torch.device("cpu"), synchronize=lambda device=None: None,
                             set_device=lambda device: None, empty_cache=lambda: None, manual_seed=torch.manual_seed,
                             get_rng_state=lambda device=None: torch.get_rng_state(),

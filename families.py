@@ -14,6 +14,7 @@ Left out on purpose: biases outside qkv, attention with a window (refused by nam
 """
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,11 +94,12 @@ QKV = Kind(merge_qkv, split_qkv, COLUMN.shard, COLUMN.unshard)
 #     g0 g1 | u0 u1        g0 | u0        g1 | u1      cat over the middle dimension of [2, F/tp, H] = g0 g1 u0 u1
 
 GATE_UP = Kind(
-    merge=lambda hf_tensors, cfg: torch.cat(hf_tensors),  # [F, H] x2 -> [2F, H]
+    merge=lambda hf_tensors, cfg: torch.cat(hf_tensors),  # [F, H] x2 or, fused in HF too (GLM-4), [2F, H] -> [2F, H]
     split=lambda full, cfg: full.chunk(2),  # two views [F, H]
     shard=lambda full, r, tp: cut(full.unflatten(0, (2, -1)), 1, r, tp).flatten(0, 1),  # [2F/tp, H]
     unshard=lambda parts: glue([part.unflatten(0, (2, -1)) for part in parts], 1).flatten(0, 1),  # [2F, H]
 )
+GATE_UP_FUSED = Kind(GATE_UP.merge, lambda full, cfg: [full], GATE_UP.shard, GATE_UP.unshard)
 
 # --- vocabulary: embedding and output layer, cut by rows after padding with zero rows to padded_vocab_size.
 # NOTE: a zero row of the output layer gives the logit 0, not -inf. Whoever computes log-probs or entropy must mask the
@@ -142,7 +144,13 @@ class Rule:
     megatron: str  # parameter name in GPTModel with the local layer spec; {i} is the global layer number
     hf: tuple[str, ...]  # names in the HF checkpoint, in the order that the kind's merge expects
     kind: Kind
+    layers: str = "all"  # or those with a "dense" mlp, or those with experts: "moe"
     load_only: bool = False  # this parameter is a second copy: read on load, nothing written on the way back
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether HF names carry {e}, the expert's number: the rule is then about one expert's slice of the parameter."""
+        return "{e}" in self.hf[0]
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ class Family:
     model_type: str  # as in config.json
     architecture: str  # the class that config.json must name; a classifier or reward head is another architecture
     rules: Callable  # cfg -> list[Rule]
-    fields: dict  # what sets this family apart in TransformerConfig
+    fields: Callable  # cfg -> what sets this family apart in TransformerConfig
     handled: set  # keys of config.json that only this family's table understands
 
 
@@ -183,13 +191,16 @@ def value_config(cfg):
     return cfg
 
 
-def layer(rules):
+def layer(rules, layers="all"):
     """(Megatron name, HF names, kind) within a layer -> rules with the layer's name in front on both sides."""
-    return [Rule("decoder.layers.{i}." + m, tuple("model.layers.{i}." + h for h in hf), k) for m, hf, k in rules]
+    return [Rule("decoder.layers.{i}." + m, tuple("model.layers.{i}." + h for h in hf), k, layers) for m, hf, k in rules]
 
 
-ATTENTION = layer([
+NORMS = layer([
     ("input_layernorm.weight", ["input_layernorm.weight"], REPLICATED),
+    ("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"], REPLICATED),
+])
+ATTENTION = NORMS + layer([
     ("self_attention.linear_qkv.weight", [f"self_attn.{x}_proj.weight" for x in "qkv"], QKV),
     ("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], ROW),
 ])
@@ -199,10 +210,47 @@ QK_NORM = layer([
     ("self_attention.k_layernorm.weight", ["self_attn.k_norm.weight"], REPLICATED),
 ])
 MLP = layer([
-    ("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"], REPLICATED),
     ("mlp.linear_fc1.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], GATE_UP),
     ("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], ROW),
+], "dense")
+
+# Mixture of experts. moe.py keeps all of a rank's experts in one parameter, fc1 [e, 2, F/etp, H] and fc2 [e, H, F/etp]; a
+# rule is about one of them. The router is whole on every rank.
+EXPERTS = layer([
+    ("mlp.router.weight", ["mlp.gate.weight"], REPLICATED),
+    ("mlp.experts.fc1", ["mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"], GATE_UP),
+    ("mlp.experts.fc2", ["mlp.experts.{e}.down_proj.weight"], ROW),
+], "moe")
+EXPERT_BIAS = layer([("mlp.router.expert_bias", ["mlp.gate.e_score_correction_bias"], REPLICATED)], "moe")  # 2408.15664
+SHARED_EXPERTS = layer([
+    ("mlp.shared_experts.linear_fc1.weight", ["mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"],
+     GATE_UP),
+    ("mlp.shared_experts.linear_fc2.weight", ["mlp.shared_experts.down_proj.weight"], ROW),
+], "moe")
+
+# GLM-4: gate and up fused in HF too, and a second norm behind attention and mlp each, before the residual is added.
+GLM4_MLP = layer([
+    ("self_attention.post_layernorm.weight", ["post_self_attn_layernorm.weight"], REPLICATED),
+    ("mlp.post_layernorm.weight", ["post_mlp_layernorm.weight"], REPLICATED),
+    ("mlp.linear_fc1.weight", ["mlp.gate_up_proj.weight"], GATE_UP_FUSED),
+    ("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], ROW),
 ])
+
+
+def latent_attention(cfg):
+    """DeepSeek's multi-head latent attention (2405.04434): through narrow matrices, whole on every rank, then wide ones, cut
+    by heads."""
+    query = [("self_attention.linear_q_proj.weight", ["self_attn.q_proj.weight"], COLUMN)]
+    if cfg.q_lora_rank is not None:
+        query = [("self_attention.linear_q_down_proj.weight", ["self_attn.q_a_proj.weight"], REPLICATED),
+                 ("self_attention.q_layernorm.weight", ["self_attn.q_a_layernorm.weight"], REPLICATED),
+                 ("self_attention.linear_q_up_proj.weight", ["self_attn.q_b_proj.weight"], COLUMN)]
+    return NORMS + layer(query + [
+        ("self_attention.linear_kv_down_proj.weight", ["self_attn.kv_a_proj_with_mqa.weight"], REPLICATED),
+        ("self_attention.kv_layernorm.weight", ["self_attn.kv_a_layernorm.weight"], REPLICATED),
+        ("self_attention.linear_kv_up_proj.weight", ["self_attn.kv_b_proj.weight"], COLUMN),
+        ("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], ROW),
+    ])
 
 # Transformer Engine fuses a norm into the linear that follows and names it after that.
 TE_ALIAS = {".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
@@ -212,17 +260,93 @@ TE_ALIAS = {".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.we
 BUFFERS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)")
 
 WINDOW = {"sliding_window", "max_window_layers"}  # mean nothing unless use_sliding_window is true, which is refused
+MTP = {"num_nextn_predict_layers"}  # layers that predict further tokens: see carried()
+SOFTMAX_ROUTER = set("""num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
+    mlp_only_layers output_router_logits router_aux_loss_coef""".split())
+SIGMOID_ROUTER = MTP | set("""n_routed_experts num_local_experts n_shared_experts num_experts_per_tok moe_intermediate_size
+    first_k_dense_replace moe_layer_freq n_group topk_group norm_topk_prob routed_scaling_factor scoring_func topk_method
+    aux_loss_alpha seq_aux ep_size""".split())  # the last three: of pretraining
+LATENT = set("""q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave""".split())
 
 # FORK POINT: a model family. Compose rule lists, say what differs in TransformerConfig and which keys of config.json
 # the table understands; add a tiny config to CASES in tests/test_convert.py and run `python convert.py check FOLDER`.
 FAMILIES = {f.model_type: f for f in [
     Family("qwen2", "Qwen2ForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + QKV_BIAS + MLP,
-           dict(add_qkv_bias=True), WINDOW),
+           lambda cfg: dict(add_qkv_bias=True), WINDOW),
     Family("qwen3", "Qwen3ForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + QK_NORM + MLP,
-           dict(qk_layernorm=True), WINDOW),
+           lambda cfg: dict(qk_layernorm=True), WINDOW),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + QK_NORM + MLP + EXPERTS,
+           lambda cfg: dict(qk_layernorm=True) | expert_fields(cfg), WINDOW | SOFTMAX_ROUTER),
     Family("llama", "LlamaForCausalLM", lambda cfg: embeddings(cfg) + ATTENTION + MLP,
-           dict(), set()),
+           lambda cfg: dict(), set()),
+    # GLM-4-9B-0414, GLM-Z1
+    Family("glm4", "Glm4ForCausalLM",
+           lambda cfg: embeddings(cfg) + ATTENTION + QKV_BIAS * cfg.attention_bias + GLM4_MLP,
+           lambda cfg: dict(add_qkv_bias=cfg.attention_bias, sandwich_norm=True, rotary_interleaved=True),
+           {"attention_bias", "partial_rotary_factor"}),
+    # GLM-4.5, 4.6, 4.7
+    Family("glm4_moe", "Glm4MoeForCausalLM",
+           lambda cfg: (embeddings(cfg) + ATTENTION + QKV_BIAS * cfg.attention_bias + QK_NORM * cfg.use_qk_norm + MLP + EXPERTS
+                        + EXPERT_BIAS + SHARED_EXPERTS),
+           lambda cfg: dict(add_qkv_bias=cfg.attention_bias, qk_layernorm=cfg.use_qk_norm) | expert_fields(cfg),
+           {"attention_bias", "partial_rotary_factor", "use_qk_norm"} | SIGMOID_ROUTER),
+    # DeepSeek V3 and R1; Moonlight and Kimi K2 are the same architecture
+    Family("deepseek_v3", "DeepseekV3ForCausalLM",
+           lambda cfg: embeddings(cfg) + latent_attention(cfg) + MLP + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS,
+           lambda cfg: latent_fields(cfg) | expert_fields(cfg), LATENT | SIGMOID_ROUTER),
 ]}
+
+# Other names for the same computation: model_type in config.json -> whose table, and under which class it is published.
+ALIASES = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"), "mimo": ("qwen2", "MiMoForCausalLM")}
+
+
+def layers_with_experts(cfg) -> list[int]:
+    """1 for each layer with experts, 0 for a dense one; Megatron's moe_layer_freq."""
+    layers = range(cfg.num_hidden_layers)
+    if cfg.model_type == "qwen3_moe":
+        return [int(i not in (cfg.mlp_only_layers or ()) and (i + 1) % cfg.decoder_sparse_step == 0) for i in layers]
+    return [int(hasattr(cfg, "n_routed_experts") and i >= cfg.first_k_dense_replace) for i in layers]
+
+
+def num_experts(cfg) -> int:
+    """Of one layer; 0 for a dense model."""
+    return getattr(cfg, "n_routed_experts", None) or getattr(cfg, "num_experts", None) or 0
+
+
+def expert_fields(cfg) -> dict:
+    """TransformerConfig fields of a mixture of experts."""
+    softmax = cfg.model_type == "qwen3_moe"
+    fields = dict(
+        num_moe_experts=num_experts(cfg), moe_router_topk=cfg.num_experts_per_tok, moe_ffn_hidden_size=cfg.moe_intermediate_size,
+        moe_layer_freq=layers_with_experts(cfg),
+        moe_router_score_function="softmax" if softmax else "sigmoid",
+        # the pretrained balance stays: no auxiliary loss, and the bias moves only where the run file sets a rate
+        moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0, moe_router_bias_update_rate=0.0)
+    if softmax:
+        return fields | dict(moe_router_pre_softmax=not cfg.norm_topk_prob)  # normalised over the chosen = softmax of them
+    groups = dict(moe_router_num_groups=cfg.n_group, moe_router_group_topk=cfg.topk_group) if cfg.n_group > 1 else {}
+    shared = cfg.n_shared_experts * cfg.moe_intermediate_size
+    return fields | groups | dict(moe_router_enable_expert_bias=True, moe_router_topk_scaling_factor=cfg.routed_scaling_factor,
+                                  moe_shared_expert_intermediate_size=shared or None)
+
+
+def latent_fields(cfg) -> dict:
+    """Fields of layers.LayerConfig for multi-head latent attention."""
+    # NOTE: transformers normalises the narrow states with eps 1e-6 whatever rms_norm_eps says; SGLang, whose samples we train
+    # on, with rms_norm_eps. The two differ for Moonlight only (1e-5).
+    return dict(q_lora_rank=cfg.q_lora_rank, kv_lora_rank=cfg.kv_lora_rank, qk_nope_head_dim=cfg.qk_nope_head_dim,
+                qk_rope_head_dim=cfg.qk_rope_head_dim, v_head_dim=cfg.v_head_dim, rotary_interleaved=cfg.rope_interleave,
+                # only counted with (train_flops): q k^T and p v are products over qk and v dimensions
+                kv_channels=(cfg.qk_nope_head_dim + cfg.qk_rope_head_dim + cfg.v_head_dim) // 2,
+                softmax_scale=yarn_scale(cfg) / (cfg.qk_nope_head_dim + cfg.qk_rope_head_dim)**0.5)
+
+
+def yarn_scale(cfg) -> float:
+    """What DeepSeek multiplies attention scores with where rope was stretched by yarn (2309.00071, sec. 3.4)."""
+    rope = cfg.rope_parameters
+    if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    return (0.1 * rope["mscale_all_dim"] * math.log(max(rope["factor"], 1.0)) + 1.0)**2
 
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json: every key is turned into a Megatron field, refused, or known to change nothing
@@ -237,11 +361,11 @@ HANDLED = set("""
 INERT = set("""
     transformers_version dtype torch_dtype use_cache return_dict output_hidden_states output_attentions
     is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type attn_implementation tokenizer_class
-    pretraining_tp is_llama_config transformers.js_config unsloth_fixed unsloth_version""".split())
+    pretraining_tp is_llama_config auto_map transformers.js_config unsloth_fixed unsloth_version""".split())
 MUST_BE_OFF = dict(
     use_sliding_window="only full attention is covered; set it to false if your sequences stay below the window",
-    attention_bias="the table has no rule for these biases; add rules in convert.py",
-    mlp_bias="the table has no rule for these biases; add rules in convert.py",
+    attention_bias="the table has no rule for these biases; add rules in families.py",
+    mlp_bias="the table has no rule for these biases; add rules in families.py",
     attention_dropout="dropout makes the trainer's log-probs random; set it to 0.0 in config.json",
 )
 
@@ -253,51 +377,73 @@ def family(hf_config) -> Family:
     def refuse(key, why):
         raise ValueError(f"config.json has {key} = {values.get(key)!r}: {why}")
 
-    if values.get("architectures") and fam.architecture not in values["architectures"] and not has_value_head(hf_config):
+    names = {fam.architecture} | {published for whose, published in ALIASES.values() if whose == fam.model_type}
+    if values.get("architectures") and not names & set(values["architectures"]) and not has_value_head(hf_config):
         refuse("architectures", f"only {fam.architecture} is covered; give the causal language model")
     if has_value_head(hf_config) and hf_config.num_labels != 1:
         refuse("id2label", "a critic has one label, its value; give a reward model with num_labels=1")
     if values.get("hidden_act") != "silu":
-        refuse("hidden_act", "only silu (gated) is covered; add the activation to megatron_config in convert.py")
+        refuse("hidden_act", "only silu (gated) is covered; add the activation to megatron_config in families.py")
     if set(values.get("layer_types") or []) - {"full_attention"}:
         refuse("layer_types", "only full attention is covered; use a model whose layers all have it")
     if hf_config.num_attention_heads % hf_config.num_key_value_heads:
         refuse("num_key_value_heads", f"it does not divide the {hf_config.num_attention_heads} heads; fix config.json")
     for key, why in MUST_BE_OFF.items():
-        if values.get(key):
+        if values.get(key) and key not in fam.handled:
             refuse(key, why)
-    refuse_rope(hf_config.rope_parameters or {}, refuse)
+    refuse_router(hf_config, fam, refuse)
+    refuse_rope(hf_config.rope_parameters or {}, fam, refuse)
     for key, value in values.items():
         off = value is None or value is False or value in ("", [], {})
-        known = key in HANDLED | INERT | MUST_BE_OFF.keys() | fam.handled or key.startswith("_")
+        known = key in MTP | HANDLED | INERT | MUST_BE_OFF.keys() | fam.handled or key.startswith("_")
         if not off and not known and not key.endswith("_token_id"):
             refuse(key, f"convert.py does not know this key for {fam.model_type}; if it leaves the logits alone, add "
-                   "it to INERT in convert.py, else handle it in megatron_config")
+                   "it to INERT in families.py, else handle it in megatron_config")
     return fam
 
 
 def lookup(model_type) -> Family:
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} has no rule table (there is: {', '.join(sorted(FAMILIES))}); "
-                         "add a table in convert.py")
-    return FAMILIES[model_type]
+    whose = ALIASES.get(model_type, (model_type,))[0]
+    if whose not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} has no rule table (there is: {', '.join(sorted({**FAMILIES, **ALIASES}))}); "
+                         "add a table in families.py")
+    return FAMILIES[whose]
 
 
-def refuse_rope(rope, refuse):
+def refuse_router(cfg, fam, refuse):
+    if "n_group" not in fam.handled:
+        return
+    must = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, moe_layer_freq=1)
+    for key, value in must.items():
+        if getattr(cfg, key, value) != value:
+            refuse(key, f"only {value!r} is covered; extend expert_fields in families.py")
+    if cfg.n_group > 1 and cfg.num_experts_per_tok != 2 * cfg.topk_group:
+        refuse("topk_group", "a group counts by its two best experts, and Megatron's by its share of num_experts_per_tok: the "
+               "two are the same for num_experts_per_tok = 2 * topk_group only")
+    if (fam.model_type == "glm4_moe" or cfg.q_lora_rank is None) and getattr(cfg, "n_shared_experts", 1) is None:
+        refuse("n_shared_experts", "a number is needed; set it to 0 for none")
+
+
+def refuse_rope(rope, fam, refuse):
     # transformers 5 keeps everything about rope in config.rope_parameters, however old config.json is.
     kind = rope.get("rope_type")
-    if kind not in ("default", "llama3"):  # yarn, longrope, linear, dynamic, or one dict per layer type (kind is None)
-        refuse("rope_parameters", f"rope type {kind!r} is not covered (default and llama3 are); remove rope_scaling "
+    covered = ["default", "yarn"] if fam.handled >= LATENT else ["default", "llama3"]
+    if kind not in covered:  # longrope, linear, dynamic, or one dict per layer type (kind is None)
+        refuse("rope_parameters", f"rope type {kind!r} is not covered ({' and '.join(covered)} are); remove rope_scaling "
                "from config.json if your sequences stay within the original length")
     extra = set(rope) - {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
-                         "original_max_position_embeddings"}
+                         "original_max_position_embeddings"} - fam.handled
+    if kind == "yarn":
+        extra -= {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     if extra:  # such as partial_rotary_factor, which transformers' own code of these families ignores
         refuse("rope_parameters", f"{sorted(extra)} not covered; remove them from config.json if they change nothing")
 
 
 def rope_frequencies(hf_config):
-    """(angle per position [D/2], factor on cos and sin), as transformers computes them for this config."""
-    rope, width = hf_config.rope_parameters, head_dim_of(hf_config)
+    """(angle per position [D/2], factor on cos and sin), as transformers computes them for this config. D: the dimensions of a
+    head that turn; the others come behind them, and stay."""
+    rope, width = hf_config.rope_parameters, getattr(hf_config, "qk_rope_head_dim", None) or head_dim_of(hf_config)
+    width = int(width * (rope.get("partial_rotary_factor") or 1.0))
     if rope["rope_type"] == "default":
         return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -305,7 +451,7 @@ def rope_frequencies(hf_config):
 
 
 def megatron_config(hf_config) -> tuple[dict, dict]:
-    """(TransformerConfig fields, GPTModel arguments) that rebuild the architecture; nothing about precision or speed.
+    """(layers.LayerConfig fields, GPTModel arguments) that rebuild the architecture; nothing about precision or speed.
 
     `vocab_size` is the real one: the caller builds GPTModel with padded_vocab_size(vocab_size, tp_size), and keeps the
     real one for masking the padded logits.
@@ -329,7 +475,7 @@ def megatron_config(hf_config) -> tuple[dict, dict]:
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
         position_embedding_type="none",  # rotary angles are rope_frequencies, applied in the attention
     )
-    return fields | fam.fields, gpt_kwargs
+    return fields | fam.fields(hf_config), gpt_kwargs
 
 
 def head_dim_of(cfg) -> int:
@@ -337,14 +483,23 @@ def head_dim_of(cfg) -> int:
     return getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
 
 
-def check_tp(hf_config, tp_size: int):
-    """ValueError if the model does not divide by tp_size. Call it before anything is built."""
+def check_tp(hf_config, tp_size: int, ep_size: int = 1, etp_size: int = 1):
+    """ValueError if the model does not divide by these sizes. Call it before anything is built."""
     groups, ffn = hf_config.num_key_value_heads, hf_config.intermediate_size  # heads are a multiple of groups
     if groups % tp_size:  # Megatron can replicate kv heads where G < tp, but then a shard is no cut of the whole
         raise ValueError(f"{groups} kv heads (num_query_groups) cannot be cut over tp {tp_size}; set "
                          f"tensor_model_parallel_size to a divisor of {groups}; use pp, cp or dp for the other GPUs")
     if ffn % tp_size:
         raise ValueError(f"ffn size {ffn} is no multiple of tp {tp_size}; set tensor_model_parallel_size to a divisor")
+    experts = num_experts(hf_config)
+    if not experts and ep_size * etp_size > 1:
+        raise ValueError(f"{hf_config.model_type} has no experts; remove expert_model_parallel_size={ep_size} and "
+                         f"expert_tensor_parallel_size={etp_size}")
+    if experts % ep_size:
+        raise ValueError(f"{experts} experts cannot be dealt to ep {ep_size}; set expert_model_parallel_size to a divisor")
+    if experts and hf_config.moe_intermediate_size % etp_size:
+        raise ValueError(f"an expert's ffn size {hf_config.moe_intermediate_size} is no multiple of etp {etp_size}; set "
+                         "expert_tensor_parallel_size to a divisor")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,24 +515,30 @@ def find_rule(hf_config, megatron_name: str) -> tuple[Rule, int | None]:
     i = int(number[1]) if number else None
     pattern = megatron_name if i is None else megatron_name.replace(f".{i}.", ".{i}.", 1)
     for rule in lookup(hf_config.model_type).rules(hf_config):
-        if rule.megatron == pattern and (i is None or i < hf_config.num_hidden_layers):
+        if rule.megatron == pattern and (i is None or i in layers_of(rule, hf_config)):
             return rule, i
     raise KeyError(f"no rule of {hf_config.model_type} ({hf_config.num_hidden_layers} layers) covers the Megatron "
-                   f"parameter {megatron_name!r}; add one in convert.py, or do not ask for it")
+                   f"parameter {megatron_name!r}; add one in families.py, or do not ask for it")
 
 
-def to_megatron(hf_config, megatron_name, get_hf_tensor, tp_rank: int, tp_size: int) -> Tensor:
+def layers_of(rule: Rule, hf_config) -> list[int]:
+    """Global numbers of the layers that the rule is about."""
+    moe = layers_with_experts(hf_config)
+    return [i for i, experts in enumerate(moe) if rule.layers == "all" or experts == (rule.layers == "moe")]
+
+
+def to_megatron(hf_config, megatron_name, get_hf_tensor, tp_rank: int, tp_size: int, expert: int | None = None) -> Tensor:
     """One rank's shard of one parameter, from `get_hf_tensor(name) -> Tensor` (an HFReader, or a dict's __getitem__).
 
+    Of an experts' parameter: the shard of one expert, by its global number, and tp is the experts' own.
     Keeps the checkpoint's dtype and may be a view: copy it into the parameter, compare the shapes first.
     """
-    check_tp(hf_config, tp_size)
     rule, i = find_rule(hf_config, megatron_name)
-    full = rule.kind.merge([get_hf_tensor(name.format(i=i)) for name in rule.hf], hf_config)
+    full = rule.kind.merge([get_hf_tensor(name.format(i=i, e=expert)) for name in rule.hf], hf_config)
     return rule.kind.shard(full, tp_rank, tp_size)
 
 
-def to_hf(hf_config, megatron_name, shards: list[Tensor]) -> list[tuple[str, Tensor]]:
+def to_hf(hf_config, megatron_name, shards: list[Tensor], expert: int | None = None) -> list[tuple[str, Tensor]]:
     """(HF name, tensor) pairs of one parameter from all its TP shards in rank order; on the shards' device.
 
     Empty for a tied output layer (the embedding speaks for it). No communication happens here. The tensors may be
@@ -388,13 +549,27 @@ def to_hf(hf_config, megatron_name, shards: list[Tensor]) -> list[tuple[str, Ten
         return []
     full = rule.kind.unshard([shard.detach() for shard in shards])  # parameters may come in, no graph goes out
     tensors = rule.kind.split(full, hf_config)
-    return [(name.format(i=i), tensor) for name, tensor in zip(rule.hf, tensors, strict=True)]
+    return [(name.format(i=i, e=expert), tensor) for name, tensor in zip(rule.hf, tensors, strict=True)]
 
 
 def hf_names(hf_config) -> set[str]:
     """Every name that a complete checkpoint holds: no more, no fewer."""
-    rules = [rule for rule in lookup(hf_config.model_type).rules(hf_config) if not rule.load_only]
-    return {name.format(i=i) for rule in rules for name in rule.hf for i in range(hf_config.num_hidden_layers)}
+    names = set()
+    for rule in lookup(hf_config.model_type).rules(hf_config):
+        if not rule.load_only:
+            experts = range(num_experts(hf_config)) if rule.of_experts else [None]
+            names |= {name.format(i=i, e=e) for name in rule.hf for i in layers_of(rule, hf_config) for e in experts}
+    return names
+
+
+def carried(hf_config, name: str) -> bool:
+    """Weights that a checkpoint may hold beside those of hf_names, that nothing here computes with, and that a saved model must
+    have too: layers that predict further tokens (multi-token prediction, 2412.19437), as drafts for an engine. They keep
+    their values while the model learns."""
+    number = re.match(r"model\.(?:mtp_layers\.|layers\.(\d+)\.)", name)
+    extra = getattr(hf_config, "num_nextn_predict_layers", None) or 0
+    last = hf_config.num_hidden_layers
+    return bool(number and extra and (number[1] is None or last <= int(number[1]) < last + extra))
 
 
 def ignorable(hf_config, name: str) -> bool:

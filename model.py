@@ -12,8 +12,13 @@ Shapes: T packed tokens, R response tokens, V vocabulary, H hidden, tp tensor-pa
 The ranks are a grid, tensor-parallel fastest (Megatron's order "tp-cp-ep-dp-pp"), here world 8 = tp 2 * dp 2 * pp 2:
 
                   dp 0           dp 1
-      pp 0     tp 0   tp 1    tp 0   tp 1        rank = tp_rank + tp * (dp_rank + dp * pp_rank)
+      pp 0     tp 0   tp 1    tp 0   tp 1        rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank))
       pp 1     tp 0   tp 1    tp 0   tp 1        one row of one column holds one copy of half the layers
+
+Context-parallel ranks share a micro-batch: each computes the layers for its part of every sequence (layers.zigzag). Their
+log-probs are then put together, and from there on all of them do the same: masks, losses and metrics know nothing of cp.
+
+Experts lie across another grid over the same ranks of a stage: tp * cp * dp = etp * ep * the rest, etp fastest.
 """
 import contextlib
 import dataclasses
@@ -36,17 +41,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 import algos
+import buffer
 import convert
 import families
 import layers
 import logprobs
+import moe
 from buffer import PackedBatch
 
 
@@ -64,7 +69,16 @@ class Grid:
     pp_group: dist.ProcessGroup
     dp_rank: int
     dp_size: int
-    dp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup              # without cp: these see different samples
+    cp_rank: int
+    cp_size: int
+    cp_group: dist.ProcessGroup
+    ep_rank: int                             # whose experts are ep_rank * e, ..., ep_rank * e + e - 1
+    ep_size: int
+    ep_group: dist.ProcessGroup
+    etp_rank: int
+    etp_size: int
+    etp_group: dist.ProcessGroup
 
     @property
     def is_last_stage(self) -> bool:
@@ -88,6 +102,10 @@ def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_p
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=cfg.virtual_pipeline_model_parallel_size,
+        context_parallel_size=cfg.context_parallel_size,
+        expert_model_parallel_size=cfg.expert_model_parallel_size,
+        expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, math.ceil(cfg.train_timeout_s / 60)))
     tensor_parallel.model_parallel_cuda_manual_seed(cfg.seed)
     ps = parallel_state
@@ -96,7 +114,12 @@ def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_p
                 ps.get_tensor_model_parallel_group(),
                 ps.get_pipeline_model_parallel_rank(), ps.get_pipeline_model_parallel_world_size(),
                 ps.get_pipeline_model_parallel_group(),
-                ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), ps.get_data_parallel_group())
+                ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), ps.get_data_parallel_group(),
+                ps.get_context_parallel_rank(), ps.get_context_parallel_world_size(), ps.get_context_parallel_group(),
+                ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size(),
+                ps.get_expert_model_parallel_group(),
+                ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size(),
+                ps.get_expert_tensor_parallel_group())
 
 
 # ---- The model -------------------------------------------------------------------------------------------------------
@@ -122,6 +145,25 @@ class ValueModel(PolicyModel):
             self.output_layer = ValueHead(self.config.hidden_size)
 
 
+class PutTogether(torch.autograd.Function):
+    """Forward: each rank's part x [R'] at its places in [R], summed over the group. Backward: its own part of the gradient.
+
+    The ranks compute the same loss from the same [R], so each has all of its gradient already: nothing is to be summed.
+    """
+
+    @staticmethod
+    def forward(ctx, x, places, size, group):
+        ctx.save_for_backward(places)
+        out = x.new_zeros(size)
+        out[places] = x
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[ctx.saved_tensors[0]], None, None, None
+
+
 class ValueHead(torch.nn.Module):
     """[R, H] -> [R]. Every tensor-parallel rank has all of it and computes the same."""
 
@@ -143,33 +185,43 @@ class MegatronModel:
         self.hf_config = convert.load_hf_config(hf_folder)
         if value_head:
             self.hf_config = families.value_config(self.hf_config)
-        families.check_tp(self.hf_config, grid.tp_size)
+        families.check_tp(self.hf_config, grid.tp_size, grid.ep_size, grid.etp_size)
         self.dtype = getattr(torch, cfg.dtype)
         self.config, gpt_kwargs = self.build_config()
         inv_freq, self.rope_scale = families.rope_frequencies(self.hf_config)
         self.inv_freq = inv_freq.to(self.device)                                                  # [D/2]
         self.vocab_size = gpt_kwargs["vocab_size"]
         self.rows = families.padded_vocab_size(self.vocab_size, grid.tp_size) // grid.tp_size      # V/tp, with padding
-        module = self.build_module(gpt_kwargs)
-        self.chunks = [module]               # a list, because Megatron's schedules take one (virtual pipeline stages)
+        # This stage's modules: one, or with virtual stages several, of which the last holds the head.
+        self.virtual = range(cfg.virtual_pipeline_model_parallel_size or 1)
+        self.modules = self.chunks = [self.build_module(gpt_kwargs, k) for k in self.virtual]
         # NOTE: with perform_initialization=False Megatron does not mark which weights are shards, and the gradient norm would
         # count one TP rank's shards only.
-        for name, param in self.named_parameters():
-            param.tensor_model_parallel = families.find_rule(self.hf_config, name)[0].kind is not families.REPLICATED
+        for name, param in self.named_weights():
+            rule = families.find_rule(self.hf_config, name)[0]
+            param.tensor_model_parallel = rule.kind is not families.REPLICATED or rule.of_experts
         self.load_hf(hf_folder)
         self.away, self.host, self.loading, self.copied = {}, {}, None, set()    # see sleep()
+        # Experts: how many tokens each of them got in this step [L, E]; the routes that a pass took, for the ones after it.
+        self.expert_load = torch.zeros(self.config.num_layers, self.config.num_moe_experts or 0, device=self.device)
+        self.routes: dict[tuple, Tensor] = {}    # a micro-batch's samples -> [T, L, k]
+        self.replays = False                 # whether the present pass takes routes from there, or from the engine
         self.optimizer = self.scheduler = None
         if trainable:
-            self.wrap(module, total_optimizer_steps)
+            self.wrap(total_optimizer_steps)
         # One padded length for tensor-parallel matrix tiles on a GPU; sequence parallelism needs a multiple of tp anyway.
-        self.pad_to = grid.tp_size * (128 if cfg.device == "cuda" else 1)
+        self.pad_to = grid.tp_size * grid.cp_size * (128 if cfg.device == "cuda" else 2 if grid.cp_size > 1 else 1)
+        self.pad_each = 2 * grid.cp_size if grid.cp_size > 1 else 1              # every sequence: see layers.zigzag
 
     # -- building
-    def build_config(self) -> tuple[TransformerConfig, dict]:
+    def build_config(self) -> tuple[layers.LayerConfig, dict]:
         cfg = self.cfg
         fields, gpt_kwargs = families.megatron_config(self.hf_config)
         fields |= dict(
             tensor_model_parallel_size=self.grid.tp_size, pipeline_model_parallel_size=self.grid.pp_size,
+            virtual_pipeline_model_parallel_size=cfg.virtual_pipeline_model_parallel_size,
+            context_parallel_size=self.grid.cp_size, expert_model_parallel_size=self.grid.ep_size,
+            expert_tensor_parallel_size=self.grid.etp_size,
             sequence_parallel=cfg.sequence_parallel, params_dtype=self.dtype, pipeline_dtype=self.dtype,
             bf16=self.dtype == torch.bfloat16, transformer_impl="local",      # whose layers: see layers.py
             variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",   # the one that allows variable lengths
@@ -178,22 +230,31 @@ class MegatronModel:
             bias_activation_fusion=cfg.device == "cuda",         # SwiGLU through torch.compile
             gradient_accumulation_fusion=cfg.device == "cuda",   # see init_distributed
             persist_layer_norm=False, masked_softmax_fusion=False, apply_rope_fusion=False)
-        return TransformerConfig(**fields | pick(TransformerConfig, cfg.megatron)), gpt_kwargs
+        return layers.LayerConfig(**fields | pick(layers.LayerConfig, cfg.megatron)), gpt_kwargs
 
-    def build_module(self, gpt_kwargs: dict) -> PolicyModel:
+    def vp_stage(self, k: int) -> int | None:
+        """What Megatron calls the k-th of this stage's modules."""
+        return k if self.config.virtual_pipeline_model_parallel_size else None
+
+    def build_module(self, gpt_kwargs: dict, k: int) -> PolicyModel:
         cls = ValueModel if self.value_head else PolicyModel
-        module = cls(config=self.config, transformer_layer_spec=layers.block_spec(self.config),
-                     pre_process=self.grid.pp_rank == 0, post_process=self.grid.is_last_stage,
+        module = cls(config=self.config, transformer_layer_spec=layers.block_spec(self.config, self.vp_stage(k)),
+                     pre_process=self.grid.pp_rank == 0 and k == 0, vp_stage=self.vp_stage(k),
+                     post_process=self.grid.is_last_stage and k == self.virtual[-1],
                      **gpt_kwargs | {"vocab_size": self.rows * self.grid.tp_size})
-        return module.to(self.device, self.dtype)
+        module.to(self.device, self.dtype)
+        for name, buffer in module.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.data = buffer.data.float()        # its small steps would be lost in bf16
+        return module
 
-    def wrap(self, module: PolicyModel, total_steps: int) -> None:
+    def wrap(self, total_steps: int) -> None:
         """Gradient buffers, optimizer and learning-rate schedule around the loaded weights."""
         cfg = self.cfg
         ddp = dict(use_distributed_optimizer=cfg.use_distributed_optimizer, grad_reduce_in_fp32=True,
                    overlap_grad_reduce=False)
-        self.chunks = [DistributedDataParallel(
-            self.config, DistributedDataParallelConfig(**ddp | pick(DistributedDataParallelConfig, cfg.megatron)), module)]
+        ddp_config = DistributedDataParallelConfig(**ddp | pick(DistributedDataParallelConfig, cfg.megatron))
+        self.chunks = [DistributedDataParallel(self.config, ddp_config, module) for module in self.modules]
         # One Adam, torch's: where Transformer Engine or apex is installed Megatron would take theirs, with another state, and
         # leave its step out of checkpoints.
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
@@ -216,52 +277,97 @@ class MegatronModel:
             use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)   # what a resumed run is told, counts
 
     # -- parameters by their global name
-    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """(name with the GLOBAL layer number, parameter) of this rank, as convert.py's table calls them."""
-        offset = get_transformer_layer_offset(self.config)
-        for chunk in self.chunks:
-            for name, param in chunk.named_parameters():
-                name = name.removeprefix("module.")
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """(name with the GLOBAL layer number, tensor) of this rank, as families.py's tables call them: all parameters, and the
+        routers' biases, which no gradient moves."""
+        for k, module in enumerate(self.modules):
+            offset = get_transformer_layer_offset(self.config, self.vp_stage(k))
+            biases = [(name, buffer) for name, buffer in module.named_buffers() if name.endswith("expert_bias")]
+            for name, tensor in [*module.named_parameters(), *biases]:
                 if name.startswith("decoder.layers."):
                     head, tail = name.removeprefix("decoder.layers.").split(".", 1)
                     name = f"decoder.layers.{int(head) + offset}.{tail}"
-                yield name, param
+                yield name, tensor
 
     @torch.no_grad()
     def load_hf(self, folder: str) -> None:
         """Copy a Hugging Face checkpoint into the parameters. Each parameter is found or the load fails by name; but a critic
         may begin as a policy, with a head of zeros: V = 0."""
-        reader = convert.HFReader(folder)
-        for name, param in self.named_parameters():
+        reader, grid = convert.HFReader(folder), self.grid
+        for name, param in self.named_weights():
             if self.value_head and name == "output_layer.weight" and families.VALUE_HEAD not in reader.where:
                 param.zero_()
                 continue
-            tensor = families.to_megatron(self.hf_config, name, reader, self.grid.tp_rank, self.grid.tp_size)
-            assert tensor.shape == param.shape, f"{name}: checkpoint {tuple(tensor.shape)}, model {tuple(param.shape)}"
-            param.copy_(tensor)
+            if families.find_rule(self.hf_config, name)[0].of_experts:
+                parts = [(part.flatten(0, -2), (grid.etp_rank, grid.etp_size, grid.ep_rank * len(param) + e))
+                         for e, part in enumerate(param)]                        # fc1 of an expert: [2, F, H] -> [2F, H]
+            else:
+                parts = [(param, (grid.tp_rank, grid.tp_size))]
+            for part, where in parts:
+                tensor = families.to_megatron(self.hf_config, name, reader, *where)
+                assert tensor.shape == part.shape, f"{name}: checkpoint {tuple(tensor.shape)}, model {tuple(part.shape)}"
+                part.copy_(tensor)
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of this rank's weights in CPU memory (pinned on a GPU machine: the copy back runs at full bus speed)."""
         pin = self.device.type == "cuda"
-        return {name: torch.empty(p.shape, dtype=p.dtype, pin_memory=pin).copy_(p) for name, p in self.named_parameters()}
+        return {name: torch.empty(p.shape, dtype=p.dtype, pin_memory=pin).copy_(p) for name, p in self.named_weights()}
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """Put a snapshot's weights in place; the optimizer is not told, so put the trained ones back before it steps."""
-        for name, param in self.named_parameters():
+        for name, param in self.named_weights():
             param.copy_(snapshot[name], non_blocking=True)
 
     # -- forward and backward
+    def pack(self, data: dict[str, list], samples: list[int]) -> PackedBatch:
+        """Samples at these positions -> one micro-batch for the calls below."""
+        return buffer.pack(data, samples, self.pad_to, self.device, self.pad_each)
+
     def forward_step(self, post: Callable, data_iterator, model):
         """Megatron's forward_step_func: run one micro-batch; `post(batch, hidden)` is called on the last stage only."""
         batch = next(data_iterator)
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens,
-                                 max_seqlen_q=batch.max_seqlen, max_seqlen_kv=batch.max_seqlen)
-        angle = batch.position_ids[0, :, None, None] * self.inv_freq                              # [T, 1, D/2]
-        packed.angles = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
-        hidden = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
+        packing, own = layers.pack_for(batch.cu_seqlens, batch.max_seqlen, self.grid.cp_rank, self.grid.cp_size)
+        position = batch.position_ids[:, own]                                                     # [1, T/cp]
+        angle = position[0, :, None, None] * self.inv_freq                                        # [T/cp, 1, D/2]
+        packing.cos, packing.sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+        if self.config.num_moe_experts:
+            self.tell_routers(batch, packing, own)
+        hidden = model(batch.tokens[:, own], position, None, packed_seq_params=packing)
         return hidden, partial(post, batch)
+
+    def tell_routers(self, batch: PackedBatch, packing: layers.Packing, own) -> None:
+        """Which tokens are real, where to count them; which experts to take, or where to write down which were taken."""
+        def part(tokens):                    # of [T, ...], what this rank's routers see
+            tokens = tokens[own]
+            return tokens.chunk(self.grid.tp_size)[self.grid.tp_rank] if self.config.sequence_parallel else tokens
+        packing.real, packing.load = part(batch.real), self.expert_load
+        if self.cfg.use_rollout_routing_replay and self.replays:
+            packing.experts = part(batch.experts)
+        elif self.cfg.use_routing_replay and self.replays:
+            key = tuple(batch.samples)
+            if torch.is_grad_enabled():
+                packing.experts = self.routes[key]
+            else:
+                shape = len(packing.real), self.config.num_layers, self.config.moe_router_topk
+                packing.recorded = self.routes.setdefault(key, packing.real.new_full(shape, -1, dtype=torch.int16))
+
+    def head_rows(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor | slice]:
+        """Last stage's hidden states [T/cp, 1, H] -> those that predict this cp rank's part of the response tokens [R', H], and
+        which of the R these are."""
+        if self.grid.cp_size == 1:
+            return hidden[:, 0].index_select(0, batch.logit_index), slice(None)
+        own = layers.zigzag(batch.cu_seqlens, self.grid.cp_rank, self.grid.cp_size)[0]
+        place = torch.full_like(batch.position_ids[0], -1)
+        place[own] = torch.arange(len(own), device=place.device)                                  # [T] token -> row here
+        row = place[batch.logit_index]                                                            # [R]
+        mine = (row >= 0).nonzero()[:, 0]
+        return hidden[:, 0].index_select(0, row[mine]), mine
+
+    def whole(self, x: Tensor, mine, batch: PackedBatch) -> Tensor:
+        """This cp rank's part [R'] -> all response tokens [R], on every cp rank."""
+        return x if self.grid.cp_size == 1 else PutTogether.apply(x, mine, len(batch.targets), self.grid.cp_group)
 
     def log_probs(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Last stage's hidden states -> logp, entropy of the response tokens [R]."""
@@ -270,28 +376,36 @@ class MegatronModel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)                 # [T/tp, 1, H] -> [T, 1, H]
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)                 # [T, 1, H]
-        return logprobs.log_probs_and_entropy(
-            hidden[:, 0].index_select(0, batch.logit_index), self.module.output_weight(), batch.targets,   # [R, H]: no prompts
+        rows, mine = self.head_rows(batch, hidden)                                                # no prompts
+        both = logprobs.log_probs_and_entropy(
+            rows, self.modules[-1].output_weight(), batch.targets[mine],
             temperature=self.cfg.rollout_temperature if self.cfg.loss_type != "sft" else 1.0, vocab_size=self.vocab_size,
             chunk=self.cfg.log_probs_chunk_size, vocab_start=self.rows * self.grid.tp_rank, group=self.grid.tp_group,
             fp32_logits=self.cfg.true_on_policy_mode)
+        return tuple(self.whole(x, mine, batch) for x in both)
 
     def values(self, batch: PackedBatch, hidden: Tensor) -> Tensor:
         """A critic's last hidden states -> V of the response tokens [R]."""
         if self.config.sequence_parallel:    # backward: each rank takes its part of a gradient that all ranks have whole
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self.module.output_layer(hidden[:, 0].index_select(0, batch.logit_index))                    # [R, H] -> [R]
+        rows, mine = self.head_rows(batch, hidden)
+        return self.whole(self.modules[-1].output_layer(rows), mine, batch)
 
     def run(self, batches: list[PackedBatch], post: Callable, forward_only: bool) -> list:
-        """All micro-batches through Megatron's schedule (none, 1F1B). -> post's results on the last stage, else []."""
+        """All micro-batches through Megatron's schedule (none, 1F1B, interleaved). -> post's results on the last stage, else []."""
+        iterators = [iter(batches) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=partial(self.forward_step, post), data_iterator=iter(batches), model=self.chunks,
-            num_microbatches=len(batches), seq_length=batches[0].tokens.shape[1], micro_batch_size=1,
+            forward_step_func=partial(self.forward_step, post), model=self.chunks,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0], num_microbatches=len(batches), seq_length=batches[0].tokens.shape[1], micro_batch_size=1,
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
     @torch.no_grad()
-    def forward_only(self, batches: list[PackedBatch]) -> list[Tensor]:
-        """logp (of a critic: values) [R] of each micro-batch under the current weights; [] but on the last pipeline stage."""
+    def forward_only(self, batches: list[PackedBatch], replays: bool = False) -> list[Tensor]:
+        """logp (of a critic: values) [R] of each micro-batch under the current weights; [] but on the last pipeline stage.
+
+        replays: these weights made the samples: with routing replay, use or keep the routes.
+        """
+        self.replays = replays
         for chunk in self.chunks:
             chunk.eval()
 
@@ -306,6 +420,8 @@ class MegatronModel:
         FloatingPointError before the weights change where the loss is not finite.
         """
         self.copied = set()                  # what start_sleep() copied is about to change
+        self.replays = not self.value_head
+        self.expert_load.zero_()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -332,18 +448,26 @@ class MegatronModel:
                                      "checkpoint is good: lower lr, and --resume")
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
-        return algos.reduce_metrics(sums) | {"grad_norm": float(grad_norm), "lr": lr, "tokens": sums["tokens"]}
+        metrics = algos.reduce_metrics(sums) | {"grad_norm": float(grad_norm), "lr": lr, "tokens": sums["tokens"]}
+        if self.config.num_moe_experts:
+            dist.all_reduce(self.expert_load)       # every token was counted once: stages have other layers, ranks other tokens
+            metrics |= moe.balance(self.expert_load)
+        return metrics
 
     def train_flops(self, lengths: list[int]) -> float:
         """What one rank computes, forward and backward, for its replica's sequences of these lengths: 6 per weight and token,
         and 3 times the two products of causal attention, in which a token sees half of the others. Recomputation is not
         counted, so that the rate tells about work that had to be done."""
-        weights = sum(p.numel() for p in self.chunks[0].parameters())            # all are in matrices, but for 0.01%
-        if self.grid.pp_rank == 0 and not self.hf_config.tie_word_embeddings:
-            weights -= self.rows * self.config.hidden_size                       # the embedding is looked up, not multiplied
-        share = self.grid.tp_size * self.grid.pp_size
-        attention = 12 * self.config.num_attention_heads * self.config.kv_channels * self.config.num_layers / 2 / share
-        return sum(6 * weights * n + attention * n**2 for n in lengths)
+        grid, c = self.grid, self.config
+        weights = 0.0                        # that a token meets on a rank; all are in matrices, but for 0.01%
+        for name, p in self.named_weights():
+            of_experts = families.find_rule(self.hf_config, name)[0].of_experts
+            used = grid.ep_size * grid.etp_size * c.moe_router_topk / c.num_moe_experts / grid.tp_size if of_experts else 1
+            weights += p.numel() * used
+        if grid.pp_rank == 0 and not self.hf_config.tie_word_embeddings:
+            weights -= self.rows * c.hidden_size         # the embedding is looked up, not multiplied
+        attention = 12 * c.num_attention_heads * c.kv_channels * c.num_layers / 2 / (grid.tp_size * grid.pp_size)
+        return sum(6 * weights * n + attention * n**2 for n in lengths) / grid.cp_size
 
     def reduce_sums(self, per_batch: list[dict[str, Tensor]]) -> dict[str, float]:
         """Add up over micro-batches and DP ranks, then tell every pipeline stage. Every rank must call it."""
@@ -426,7 +550,7 @@ class MegatronModel:
         def add(kind, tensors):
             for tensor in tensors:
                 found.setdefault(tensor.untyped_storage()._cdata, (tensor.untyped_storage(), kind))
-        add("weights", self.module.parameters())
+        add("weights", [param for module in self.modules for param in module.parameters()])
         for chunk in self.chunks:
             add("gradients", [one.grad_data for one in chunk.buffers + chunk.expert_parallel_buffers])
         for adam in adams(self.optimizer):
@@ -459,7 +583,8 @@ class MegatronModel:
         """The inverse of save; returns `extra`. The layout may differ from the one it was saved under."""
         with torch_adam_state(self.optimizer):
             state = dist_checkpointing.load(self.sharded_state(is_loading=True), str(folder))
-            missing = self.module.load_state_dict(state["model"], strict=False).missing_keys
+            missing = [name for k, module in enumerate(self.modules)
+                       for name in module.load_state_dict(state[f"model{k}"], strict=False).missing_keys]
             assert all(name.endswith("_extra_state") for name in missing), (
                 f"{folder} lacks {missing}: it is a checkpoint of another model; resume with that one")
             self.optimizer.load_state_dict(state["optimizer"])
@@ -470,18 +595,15 @@ class MegatronModel:
         torch.set_rng_state(state["rng"])
         return state["extra"]
 
-    @property
-    def module(self) -> PolicyModel:
-        return self.chunks[0].module if self.optimizer else self.chunks[0]
-
     def sharded_state(self, is_loading: bool) -> dict:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
                     "chained_optim_avoid_prefix": True}
-        model = self.module.sharded_state_dict(metadata=metadata)            # without Transformer Engine's scales of FP8
-        model = {name: value for name, value in model.items() if not name.endswith("_extra_state")}
-        state = {"model": model, "scheduler": self.scheduler.state_dict(),
-                 "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)}
-        return state
+        models = {}                          # without Transformer Engine's scales of FP8
+        for k, module in enumerate(self.modules):
+            sharded = module.sharded_state_dict(metadata=metadata)
+            models[f"model{k}"] = {name: value for name, value in sharded.items() if not name.endswith("_extra_state")}
+        optimizer = self.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+        return models | {"scheduler": self.scheduler.state_dict(), "optimizer": optimizer}
 
 
 def adams(optimizer) -> list[torch.optim.Optimizer]:

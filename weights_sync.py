@@ -55,19 +55,37 @@ class Bucket:
 
 @torch.no_grad()
 def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, full tensor) of one pipeline stage's parameters. Every TP rank of that stage calls it. One
-    parameter at a time is whole, so that a large model needs little more memory than its shards."""
+    """(HF name, full tensor) of one pipeline stage's weights. Those ranks of that stage that take part call it. One parameter
+    (of experts: one of each rank's) at a time is whole, so that a large model needs little more memory than its shards."""
     grid = model.grid
     assert stage == grid.pp_rank, f"stage {stage} asked on a rank of stage {grid.pp_rank}"
-    for name, param in model.named_parameters():
+    for name, param in model.named_weights():
         rule, _ = families.find_rule(model.hf_config, name)
         if rule.load_only:                   # the last stage's copy of a tied embedding: stage 0 sends it
             continue
-        shards = [param.detach()]
-        if grid.tp_size > 1 and rule.kind is not families.REPLICATED:
-            shards = [torch.empty_like(param) for _ in range(grid.tp_size)]
-            dist.all_gather(shards, param.detach(), group=grid.tp_group)
-        yield from families.to_hf(model.hf_config, name, shards)
+        if not rule.of_experts:
+            whole = rule.kind is families.REPLICATED
+            yield from families.to_hf(model.hf_config, name, gathered(param, None if whole else grid.tp_group))
+            continue
+        for e, own in enumerate(param):      # the e-th expert of every expert-parallel rank
+            shards = [gathered(shard, grid.ep_group) for shard in gathered(own.flatten(0, -2), grid.etp_group)]
+            for rank, one in enumerate(zip(*shards)):
+                yield from families.to_hf(model.hf_config, name, list(one), expert=rank * len(param) + e)
+
+
+def gathered(tensor: Tensor, group) -> list[Tensor]:
+    """Of all ranks of the group, in their order."""
+    if group is None or group.size() == 1:
+        return [tensor.detach()]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+    return parts
+
+
+def takes_part(model) -> bool:
+    """Whether rank 0 needs this rank to have all weights: data- and context-parallel replicas hold the same, but experts may be
+    dealt over them."""
+    return model.grid.ep_size > 1 or model.grid.dp_rank == model.grid.cp_rank == 0
 
 
 def buckets(model, bucket_bytes: int) -> Iterator[Bucket]:
@@ -150,7 +168,7 @@ class WeightSync:
         assert "weights" not in away, "weights are off the GPU: wake() first"
         by_tensor = self.cfg.update_weight_transport == "tensor"
         alone = not by_tensor or {rank for own in owners for rank in own} == {0}     # rank 0 sends all; its replica gathers
-        if alone and self.model.grid.dp_rank != 0:
+        if alone and not takes_part(self.model):
             return {}
         sender = self.model.grid.rank == 0
         if sender and self.cfg.update_weight_transport == "distributed":

@@ -148,7 +148,7 @@ def test_transformer_engine(model, grid, run_file, tmp_path):
                        num_steps_per_rollout=1, megatron=dict(transformer_impl=name))
         m = model.MegatronModel(cfg, grid, folder, 10)
         data = bench.made_up_data(cfg, [row[:80 + 10 * i] for i, row in enumerate(ids)])
-        batches = [buffer.pack(data, one, m.pad_to, m.device) for one in buffer.plan(cfg, data, 1)[0][0]]
+        batches = [m.pack(data, one) for one in buffer.plan(cfg, data, 1)[0][0]]
         return m, batches, lambda: m.train_step(batches, lambda x: algos.sft_loss(cfg, x))
 
     def adam_steps(m):

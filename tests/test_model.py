@@ -7,6 +7,7 @@ test_model.py: real Megatron ranks on gloo against transformers, and every layou
 Run:   pytest -s tests/test_model.py    CPU only, about 90 s; prints the differences. Each layout is started once.
 The vocabulary of 101 is odd on purpose, layers 2, everything fp32; clip, KL and entropy terms are all active.
 """
+import json
 import math
 
 import pytest
@@ -44,13 +45,22 @@ CLIP, STEPS = 0.5, 3                         # the gradient norm is above CLIP (
 
 # ---- Data and the reference ------------------------------------------------------------------------------------------
 def write_model(family: str, folder) -> str:
-    import transformers
     cls, extra = FAMILIES[family]
-    torch.manual_seed(len(family))
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, cls)(**SIZES | extra))
-    for p in model.parameters():             # norms start at 1 and biases at 0, which would hide a mistake
-        torch.nn.init.normal_(p, mean=1.0 if p.dim() == 1 and family != "qwen2" else 0.0, std=0.2)
+    return write_random(cls, SIZES | extra, folder)
+
+
+def write_random(cls: str, config: dict, folder, published: dict | None = None) -> str:
+    """A model of that config class with random weights; published: what config.json says otherwise."""
+    import transformers
+    torch.manual_seed(len(cls))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, cls)(**config))
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:      # norms start at 1 and biases at 0, which would
+        if "inv_freq" not in name:                                           # hide a mistake
+            torch.nn.init.normal_(p, mean=1.0 if "norm" in name else 0.0, std=0.2)
     model.save_pretrained(folder)
+    if published:
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | published))
     return str(folder)
 
 
@@ -82,7 +92,8 @@ def ask_transformers(family: str, folder: str, samples) -> dict:
     """Log-probs one sample at a time, without packing or padding; then loss and gradients of one step."""
     import transformers
     cfg, g = make_cfg(**COMMON), torch.Generator().manual_seed(2)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=convert.load_hf_config(folder),
+                                                              attn_implementation="eager", dtype=torch.float32)
     logp, entropy = [], []
     for s in samples:
         n = s.response_length
@@ -105,10 +116,22 @@ def ask_transformers(family: str, folder: str, samples) -> dict:
         old_logp=torch.cat(data["log_probs"]), ref_logp=torch.cat(data["ref_log_probs"])))
     loss.backward()
     names = families.hf_names(model.config)   # without the stored twin of a tied embedding
-    out["gradients"] = {n: p.grad for n, p in model.named_parameters() if n in names}
+    out["gradients"] = {n: g for n, g in gradients(model) if n in names}
     out["metrics"] = algos.reduce_metrics({k: float(v) for k, v in sums.items()})
     out["metrics"]["grad_norm"] = math.sqrt(sum(float(p.square().sum()) for p in out["gradients"].values()))
     return out
+
+
+def gradients(model):
+    """By the names of the checkpoint: transformers keeps a layer's experts in one parameter."""
+    for name, p in model.named_parameters():
+        if ".experts." not in name:
+            yield name, p.grad
+            continue
+        head, what = name.rsplit(".", 1)     # gate_up_proj [E, 2F, H], down_proj [E, H, F]
+        for e, grad in enumerate(p.grad):
+            for part, one in zip(what.removesuffix("_proj").split("_"), grad.chunk(2) if "gate" in what else [grad]):
+                yield f"{head}.{e}.{part}_proj.weight", one
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +145,10 @@ def job(tmp_path_factory):
 class Rank:
     """The calls that actor.py makes, on this rank."""
 
-    def __init__(self, rank, world, port, layout, job):
+    def __init__(self, rank, world, port, settings, job):
         import model                         # Megatron: 8 s, so only in the workers
         self.make_model, self.job = model.MegatronModel, job
-        self.settings = COMMON | LAYOUTS[layout][1] | dict(actor_num_gpus=world)
+        self.settings = COMMON | settings | dict(actor_num_gpus=world)
         self.grid = model.init_distributed(make_cfg(**self.settings), rank, world, "127.0.0.1", port)
 
     def model(self, family="qwen3", trainable=True, **changes):
@@ -136,13 +159,13 @@ class Rank:
         samples = self.job["samples"] if only is None else [self.job["samples"][i] for i in only]
         data = train_data(samples, self.job["families"][family])
         plan = buffer.plan(model.cfg, data, self.grid.dp_size)
-        return [buffer.pack(data, one, model.pad_to) for one in plan[0][self.grid.dp_rank]]
+        return [model.pack(data, one) for one in plan[0][self.grid.dp_rank]]
 
     def step(self, model, batches):
         return model.train_step(batches, lambda x: algos.policy_loss(model.cfg, x))
 
     def weights(self, model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return {name: p.detach().clone() for name, p in model.named_weights()}
 
     def log_probs(self, model, batches):
         """{sample: logp}, {} on all but the last stage."""
@@ -151,7 +174,7 @@ class Rank:
 
 
 def work(rank, world, port, layout, job):
-    r = Rank(rank, world, port, layout, job)
+    r = Rank(rank, world, port, LAYOUTS[layout][1], job)
     g = r.grid
     out = {"layout": layout, "place": (g.pp_rank, g.tp_rank, g.dp_rank), "logp": {}, "gradients": {}, "first": {}, "variants": {}}
     for family in FAMILIES:
@@ -159,7 +182,7 @@ def work(rank, world, port, layout, job):
         out["logp"][family] = r.log_probs(m, r.batches(m, family))
         m = r.model(family, use_distributed_optimizer=False, clip_grad=1e6, sequence_parallel=g.tp_size > 1)
         out["first"][family] = r.step(m, r.batches(m, family))
-        out["gradients"][family] = {name: p.main_grad.clone() for name, p in m.named_parameters()}
+        out["gradients"][family] = {name: p.main_grad.clone() for name, p in m.named_weights() if isinstance(p, torch.nn.Parameter)}
     for name, changes in VARIANTS.items():
         if changes.get("sequence_parallel") and g.tp_size == 1:
             continue

@@ -1,0 +1,125 @@
+"""
+moe.py: what is a layer with experts made of? The router's hooks and the experts themselves; dispatch between ranks is Megatron's.
+
+    hidden [T, H] --Router--> k experts a token, their weights --Megatron's all-to-all--> tokens sorted by expert
+    --GroupedExperts--> each token through its expert, times its weight --all-to-all--> summed over k [T, H]
+
+    Router: counts each expert's tokens (train/moe_*), and can be told which experts to take (routing replay)
+
+Test:  pytest tests/test_families.py tests/test_moe.py
+Knows nothing about: which tokens these are. What it must know of a micro-batch comes in its layers.Packing.
+Shapes: T tokens on this rank, N copies of tokens at this rank's experts, E experts of a layer, e of this rank, k experts a
+        token, F ffn of one expert, H hidden.
+Left out on purpose: auxiliary and z losses (the pretrained balance is to stay; refused in layers.check), token dropping.
+"""
+import types
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+import logprobs
+
+
+def spec(config) -> ModuleSpec:
+    """Megatron's MoELayer with our router and experts."""
+    layer = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer.submodules.router, layer.submodules.experts = Router, GroupedExperts
+    return layer
+
+
+# ---- Router ------------------------------------------------------------------------------------------------------------
+class Router(TopKRouter):
+    """Megatron's router, which sees the micro-batch it routes.
+
+    Routing replay. Rounding makes trainer and engine (or two passes of the trainer) choose other experts for some tokens, and
+    those tokens' log-probs differ by far more than rounding. So a choice is made once and used again: the engine's in every
+    pass (R3, 2510.11370), or that of the old log-probs' pass in training (R2, 2507.18071 sec. 5.3). The weights of the chosen
+    are computed anew, with their gradient.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.packing = None                  # layers.Packing of the micro-batch, set by layers.Layer before each forward
+        self.router_replay = types.SimpleNamespace(get_replay_topk=self.choose)      # whom Megatron asks for the experts
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """Logits in fp32: two experts of nearly the same score must not swap places by rounding. [T, 1, H] -> [T, 1, E]"""
+        return F.linear(hidden.float(), self.weight.float())     # Megatron's own needs Transformer Engine
+
+    def choose(self, scores: Tensor, topk: int, num_groups, group_topk, top) -> tuple[Tensor, Tensor]:
+        """-> scores of the chosen experts and their numbers [T, k]"""
+        values, experts = top(scores, topk, num_groups, group_topk)
+        packing, layer = self.packing, self.layer_number - 1
+        if packing.experts is not None:      # [T, L, k]; -1: nobody chose (padding, the last token): our own stands
+            told = packing.experts[:, layer].long()
+            experts = torch.where(told >= 0, told, experts)
+            values = scores.gather(1, experts)
+        if packing.recorded is not None:
+            packing.recorded[:, layer] = experts.to(torch.int16)
+        return values, experts
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask=None) -> None:
+        """Megatron calls this with who goes where [T, E]; its own counts padding too."""
+        if not torch.is_grad_enabled():      # a pass for log-probs; or the first of a layer that will be computed again
+            return
+        tokens = (routing_map & self.packing.real[:, None]).sum(0).float()                        # [E]
+        if self.enable_expert_bias:
+            self.local_tokens_per_expert += tokens
+        self.packing.load[self.layer_number - 1] += tokens
+
+
+def balance(load: Tensor) -> dict[str, float]:
+    """Tokens of each expert of each layer [L, E] -> metrics over layers that have experts.
+
+    moe_load_max: tokens of the busiest expert / mean, averaged over layers: 1 is perfect balance, E the collapse to one
+    (at top-1); moe_idle_experts: the share of experts that saw no token.
+    """
+    load = load[load.sum(1) > 0]
+    return {"moe_load_imbalance": (load.amax(1) / load.mean(1)).mean().item(), "moe_idle_experts": (load == 0).float().mean().item()}
+
+
+# ---- Experts -----------------------------------------------------------------------------------------------------------
+@logprobs.fused
+def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up * weight, in fp32. x [N, 2F] gate beside up, weight [N] -> [N, F]"""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up * weight[:, None]).to(x.dtype)
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's experts in two parameters, under Megatron's constructor: fc1 [e, 2, F/etp, H], gate above up, and
+    fc2 [e, H, F/etp]. On a GPU all experts are computed by one grouped product; on a CPU one after the other."""
+
+    def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None):
+        super().__init__(config)
+        self.ep_group, self.etp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        ffn = config.moe_ffn_hidden_size // self.etp_group.size()
+        empty = dict(dtype=config.params_dtype, device="cpu" if config.use_cpu_initialization else "cuda")
+        self.fc1 = torch.nn.Parameter(torch.empty(num_local_experts, 2, ffn, config.hidden_size, **empty))
+        self.fc2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, ffn, **empty))
+        for param in (self.fc1, self.fc2):
+            param.allreduce = False          # gradients are summed over the ranks that hold these experts, not over dp
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """tokens [N, H] sorted by expert, tokens_per_expert [e], weights [N] -> [N, H]"""
+        fc1 = self.fc1.flatten(1, 2)                                                              # [e, 2F/etp, H]
+        if tokens.is_cuda and tokens.dtype == torch.bfloat16:
+            ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)                  # [e]
+            hidden = torch._grouped_mm(tokens, fc1.transpose(1, 2), offs=ends)                    # [N, 2F/etp]
+            return torch._grouped_mm(weighted_swiglu(hidden, weights), self.fc2.transpose(1, 2), offs=ends), None
+        parts = zip(tokens.split(tokens_per_expert.tolist()), weights.split(tokens_per_expert.tolist()), fc1, self.fc2)
+        return torch.cat([weighted_swiglu(x @ up.T, w) @ down.T for x, w, up, down in parts]), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata=None) -> dict:
+        """For checkpoints: which part of the layer's [E, 2, F, H] and [E, H, F] this rank has."""
+        ep, etp = ((group.rank(), group.size()) for group in (self.ep_group, self.etp_group))
+        first = len(sharded_offsets)         # axes that Megatron puts in front
+        return {prefix + name: ShardedTensor.from_rank_offsets(
+            prefix + name, param, *sharded_offsets, (first, *ep), (first + 2, *etp), replica_id=(0, 0, self.dp_group.rank()),
+            prepend_axis_num=first) for name, param in self.named_parameters()}
