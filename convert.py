@@ -1,29 +1,40 @@
 """
-convert.py: from a model folder to tensors and back. Reading Hugging Face folders, writing them, and both from the command line.
+convert.py: from a model folder to tensors and back: reading Hugging Face folders, writing them, both from the command line.
 
     HF folder --HFReader--> HF tensors --families.to_megatron--> one rank's parameter     (load)
     HF folder <--save_hf--- HF tensors <--families.to_hf-------- every rank's shard       (save, sync)
 
-Run:   python convert.py check FOLDER      reads headers only, and accounts for every tensor and its shape
-Test:  pytest tests/test_convert.py
-Knows nothing about: Ray, SGLang, process groups; what a weight is called, and how it is cut (families.py).
+Run:   python convert.py check FOLDER                 reads headers only, and accounts for every tensor and its shape
+       python convert.py check FOLDER --log-probs     our model against transformers', on the same tokens
+       python convert.py check FOLDER OTHER           two folders: tensor by tensor, then the log-probs of both
+       python convert.py to-fp8 FOLDER OUT            weights in blocks of 128 x 128 (fp8.py); to-bf16 is the way back
+       python convert.py megatron-to-hf CHECKPOINT OUT --hf=FOLDER      a run's checkpoints/iter_*, of any layout
+       python convert.py hf-to-megatron FOLDER OUT    a checkpoint for other tools; a run starts from the folder itself
+Test:  pytest tests/test_convert.py tests/test_fp8.py
+Knows nothing about: Ray, SGLang; what a weight is called, and how it is cut (families.py).
+Memory: one tensor and one shard of the output; for log-probs the model in fp32, for hf-to-megatron Adam's state too.
 Left out on purpose: reading a slice of a file per TP rank (each reads the whole tensor, from the page cache), .bin
        files (pickles run code).
 """
 
 import argparse
+import copy
 import json
 import math
+import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from families import ALIASES, check_policy, check_tp, family, has_value_head, hf_names, ignorable, lookup
+import fp8
+from families import (ALIASES, check_policy, check_tp, family, has_value_head, hf_names, ignorable, lookup,
+                      value_config)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders
@@ -92,7 +103,8 @@ def check_same_shape(hf_config, folder):
 
 
 class HFReader:
-    """Lazy access to the weights of a model folder. `reader(name)` reads one tensor; construction reads headers only.
+    """Lazy access to the weights of a model folder. `reader(name)` reads one tensor; construction reads headers only. Of an
+    fp8 folder it gives the same names, and tensors in bf16.
 
     Whatever is wrong with the folder (a file missing or cut short, a name missing or unknown) is a ValueError at
     construction, so that a run stops before a GPU is touched and not on the last layer.
@@ -102,6 +114,7 @@ class HFReader:
         self.folder = model_folder(path, SMALL_FILES + ["*.safetensors", INDEX])
         self.hf_config = hf_config or load_hf_config(self.folder)
         family(self.hf_config)  # refuses a config.json that is not covered
+        self.fp8 = fp8.is_fp8(self.hf_config)
         self.files = {}  # file name -> open safetensors handle: a memory map, no weights are read
         self.where = {}  # tensor name -> file name
         for file in self._weight_files():
@@ -110,22 +123,52 @@ class HFReader:
                 self.where[name] = file
         # Every weight is accounted for: nothing missing, nothing unused.
         expected = hf_names(self.hf_config)
-        unknown = [n for n in self.where if n not in expected and not ignorable(self.hf_config, n)]
+        self.scales = {n for n in self.where if self.fp8 and n.endswith(fp8.SUFFIX)}
+        unknown = [n for n in self.where if n not in expected | self.scales and not ignorable(self.hf_config, n)]
         for what, names in (("lacks", expected - self.where.keys()), ("has unknown tensors", unknown)):
             if names:
                 raise ValueError(f"{self.folder} {what}: {some(names)}; give a complete {self.hf_config.model_type} "
                                  "causal language model with the config.json that was saved with it")
 
+        self._check_scales()
+
     def __call__(self, name: str) -> Tensor:
-        return self.files[self.where[name]].get_tensor(name)  # on the CPU, dtype as stored
+        tensor, scale = self._stored(name), name + fp8.SUFFIX
+        return fp8.dequantize_block(tensor, self._stored(scale)) if scale in self.scales else tensor  # else dtype as stored
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the whole model, one at a time."""
+        return ((name, self(name)) for name in self.names())
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, "BF16", "F32", "F8_E4M3", ...) as stored."""
+        part = self.files[self.where[name]].get_slice(name)
+        return tuple(part.get_shape()), part.get_dtype()
 
     def num_parameters(self) -> int:
         """From the headers alone."""
-        return sum(math.prod(self.files[self.where[name]].get_slice(name).get_shape()) for name in self.names())
+        return sum(math.prod(self.header(name)[0]) for name in self.names())
 
     def names(self) -> list[str]:
         """The names to be used: exactly hf_names(hf_config), in the order of the files."""
-        return [name for name in self.where if not ignorable(self.hf_config, name)]
+        return [name for name in self.where if name not in self.scales and not ignorable(self.hf_config, name)]
+
+    def _stored(self, name: str) -> Tensor:
+        return self.files[self.where[name]].get_tensor(name)
+
+    def _check_scales(self):
+        """Every fp8 tensor has a scale of the right shape, and every scale its tensor."""
+        wrong = []
+        for name in self.names():
+            (shape, dtype), scale = self.header(name), name + fp8.SUFFIX
+            want = tuple(-(-size // fp8.BLOCK) for size in shape) if dtype.startswith("F8") else None
+            have = self.header(scale)[0] if scale in self.scales else None
+            if have != want or dtype.startswith("F8") and (dtype != "F8_E4M3" or not self.fp8):
+                wrong.append(f"{name} {dtype} {list(shape)} has the scale {have and list(have)}")
+        lost = [n for n in self.scales if n.removesuffix(fp8.SUFFIX) not in self.where]
+        if wrong or lost:
+            raise ValueError(f"{self.folder}: fp8 weights and scales do not match: {some(wrong + lost)}; give a complete fp8 "
+                             "checkpoint (e4m3 in blocks of 128 x 128) with its own config.json, or the unquantized one")
 
     def _weight_files(self) -> list[str]:
         # Same order of preference as transformers. Other *.safetensors (Llama's consolidated.*) are not ours to read.
@@ -158,8 +201,9 @@ def save_hf(path, source_path, hf_config, tensors: Iterable[tuple[str, Tensor]],
     """Write an HF folder from a stream of (name, tensor), any device. Call it on one process.
 
     Holds at most one shard of `max_shard_bytes` in host memory (or one tensor, if larger). Config and tokenizer files
-    come from `source_path`. Everything is written into `path`.tmp and renamed at the end, so that a kill never leaves
-    half a checkpoint under the final name. An older checkpoint there is replaced; any other folder is refused.
+    come from `source_path`; float8 tensors with their scales (fp8.quantize_stream) make it an fp8 folder. Everything is
+    written into `path`.tmp and renamed at the end, so that a kill never leaves half a checkpoint under the final name. An
+    older checkpoint there is replaced; any other folder is refused.
     """
     path, source = Path(path).absolute(), model_folder(source_path, SMALL_FILES)
     if path.resolve() == source.resolve() or (path.exists() and not (path / "config.json").is_file()):
@@ -185,7 +229,7 @@ def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype
     """Stream tensors into model-0000k-of-0000n.safetensors and the index; returns the dtypes seen."""
     from safetensors.torch import save_file
 
-    held, held_bytes = {}, 0  # the open shard
+    held, held_bytes, expected = {}, 0, hf_names(hf_config)  # held: the open shard
     weight_map, dtypes, total_bytes, n = {}, set(), 0, 1  # weight_map: name -> number of its shard, from 1
     for name, tensor in tensors:
         assert name not in weight_map, f"{name} was given twice to save_hf; to_hf gives it once, so look at the caller"
@@ -196,10 +240,13 @@ def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype
         # A copy even on the CPU: tensors may be views, or live in a buffer that the sender fills again.
         held[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         held_bytes, total_bytes, weight_map[name] = held_bytes + nbytes, total_bytes + nbytes, n
-        dtypes.add(tensor.dtype)
+        if tensor.dtype == torch.float8_e4m3fn:
+            expected.add(name + fp8.SUFFIX)
+        if not name.endswith(fp8.SUFFIX):
+            dtypes.add(tensor.dtype)
     save_file(held, folder / f"{n}.part", metadata={"format": "pt"})
 
-    missing, extra = hf_names(hf_config) - weight_map.keys(), weight_map.keys() - hf_names(hf_config)
+    missing, extra = expected - weight_map.keys(), weight_map.keys() - expected
     assert not missing and not extra, (f"save_hf got {len(weight_map)} tensors; missing: {some(missing)}; extra: "
                                        f"{some(extra)}; let every pipeline stage send, with global layer numbers")
     # Only now is the number of files known, which transformers' naming wants in every name.
@@ -214,15 +261,19 @@ def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype
 
 
 def copy_small_files(source, folder, dtypes, hf_config):
-    """Carry config and tokenizer files over as they are, except that config.json names the dtype written, and a critic's what
-    it is, though it began as a policy."""
+    """Carry config and tokenizer files over as they are, except that config.json names the dtype written and whether it is
+    fp8, and a critic's what it is, though it began as a policy."""
     for file in source.iterdir():
         if file.is_file() and any(file.match(pattern) for pattern in SMALL_FILES):
             shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
-    if len(dtypes) == 1:  # else leave it: transformers then loads in the dtype of the source model
+    config.pop("quantization_config", None)
+    if torch.float8_e4m3fn in dtypes:
+        config["quantization_config"] = fp8.QUANTIZATION_CONFIG
+    plain = dtypes - {torch.float8_e4m3fn}
+    if len(plain) == 1:  # else leave it: transformers then loads in the dtype of the source model
         key = "torch_dtype" if "torch_dtype" in config else "dtype"  # the name before transformers 5, and since
-        config[key] = str(*dtypes).removeprefix("torch.")
+        config[key] = str(*plain).removeprefix("torch.")
     if has_value_head(hf_config):
         config |= {"architectures": hf_config.architectures, "tie_word_embeddings": False, "id2label": {"0": "LABEL_0"},
                    "label2id": {"LABEL_0": 0}}
@@ -230,41 +281,216 @@ def copy_small_files(source, folder, dtypes, hf_config):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Command line
+# fp8 and back
+
+
+def requantize(folder, out, to_fp8: bool):
+    """A folder with the same model in fp8, or plain again (bf16 where it was fp8, else as stored)."""
+    reader = HFReader(folder)
+    check_policy(reader.hf_config)
+    check_shapes(reader)
+    if reader.fp8 == to_fp8:
+        raise ValueError(f"{folder} is {'in fp8 already' if to_fp8 else 'not quantised'}; use it as it is")
+    tensors = shown(reader.items(), len(reader.names()), f"to {out}")
+    save_hf(out, reader.folder, reader.hf_config, fp8.quantize_stream(tensors) if to_fp8 else tensors)
+
+
+def engine_folder(folder, run_dir: Path) -> str:
+    """What fp8 engines start from: the folder itself if it is fp8, else a copy in the run's folder that is.
+
+    NOTE: not SGLang's load_format="dummy", though weights come with the first sync: it draws the scales of the KV cache at
+    random too, and those no sync can set right.
+    """
+    out = Path(run_dir) / "engine_model"
+    if HFReader(folder).fp8:
+        return str(folder)
+    if not out.exists():                     # complete whenever it exists, so a resumed run has it already
+        requantize(folder, out, to_fp8=True)
+    return str(out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Megatron checkpoints
+
+
+def hf_to_megatron(folder, out):
+    """A checkpoint as of a run that has not made a step. Its format knows no layout: any run's can load it.
+
+    NOTE: not streamed. It has Adam's state too, whose form only the optimizer itself knows, so all of it is built here: 20
+    bytes of memory for each parameter.
+    """
+    import checkpoints
+
+    out = Path(out).absolute()
+    if out.exists() and not (out / "metadata.json").is_file():
+        raise ValueError(f"{out} is not a Megatron checkpoint, so it is not replaced; give another path")
+    HFReader(folder)                         # refuses a damaged one before anything is built
+    checkpoints.one_process_model(folder, trainable=True).save(out, {"step": 0})
+
+
+def megatron_to_hf(checkpoint, out, source):
+    """Tensor by tensor, one layer's at a time."""
+    import checkpoints
+
+    pieces, reader = checkpoints.CheckpointReader(checkpoint), HFReader(source)
+    hf_config = reader.hf_config
+    head = pieces.sizes.get("output_layer.weight")
+    if head and head[0] == 1:                # a critic's; its folder may be the policy that it began as
+        hf_config = value_config(hf_config)
+    found = {name: tuple(t.shape) for name, t in pieces.hf_tensors(hf_config, meta=True)}
+    shapes = {name: reader.header(name)[0] for name in found if name in reader.where}
+    wrong = [f"{name} {found[name]} instead of {shape}" for name, shape in shapes.items() if found[name] != shape]
+    if wrong or found.keys() != hf_names(hf_config):
+        raise ValueError(f"{checkpoint} is a checkpoint of another model than {source}: "
+                         f"{some(wrong or found.keys() ^ hf_names(hf_config))}; give the folder that its run began with")
+    save_hf(out, reader.folder, hf_config, shown(pieces.hf_tensors(hf_config), len(found), f"to {out}"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
 
 
 def check(folder) -> str:
     """Account for every tensor of a folder against the table and against transformers; a report, or ValueError."""
+    reader = HFReader(folder)  # refuses unless names of the checkpoint == names of the table
+    hf_config, names = reader.hf_config, reader.names()
+    check_shapes(reader)
+    dtypes = "/".join(sorted({reader.header(name)[1] for name in names}))  # "BF16", "F32", "F8_E4M3"
+    tied, ignored = "tied" if hf_config.tie_word_embeddings else "untied", len(reader.where) - len(names) - len(reader.scales)
+    return (f"family      {hf_config.model_type}: {hf_config.num_hidden_layers} layers, {tied} embeddings\n"
+            f"parameters  {reader.num_parameters():,} in {dtypes}\n"
+            f"tensors     {len(names)} in {len(reader.files)} file(s): all covered, shapes right; {ignored} ignored"
+            + f"\nscales      {len(reader.scales)}, one of each fp8 tensor" * reader.fp8)
+
+
+def check_shapes(reader: HFReader):
+    """ValueError unless shapes are as transformers itself would build them (on no device, so it takes no memory)."""
     from transformers import AutoModelForCausalLM
 
-    hf_config = load_hf_config(folder)
-    reader = HFReader(folder, hf_config)  # refuses unless names of the checkpoint == names of the table
-    with torch.device("meta"):  # shapes as transformers itself would build them; takes no memory
+    hf_config = plain(reader.hf_config)
+    with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(hf_config).state_dict()
     shapes = {name: tuple(t.shape) for name, t in state.items() if not ignorable(hf_config, name)}
     odd = shapes.keys() ^ hf_names(hf_config)
     assert not odd, f"the {hf_config.model_type} table and transformers differ: {some(odd)}; fix the table"
-    headers = {name: reader.files[reader.where[name]].get_slice(name) for name in reader.names()}
-    found = {name: tuple(header.get_shape()) for name, header in headers.items()}
-    wrong = [f"{name} {found[name]} instead of {shape}" for name, shape in shapes.items() if found[name] != shape]
+    wrong = [f"{name} {found} instead of {shape}" for name, shape in shapes.items()
+             if (found := reader.header(name)[0]) != shape]
     if wrong:
-        raise ValueError(f"{folder} has tensors of another shape than its config.json implies: {some(wrong)}; "
+        raise ValueError(f"{reader.folder} has tensors of another shape than its config.json implies: {some(wrong)}; "
                          "give the config.json that was saved with these weights")
-    parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
-    dtypes = "/".join(sorted({header.get_dtype() for header in headers.values()}))  # "BF16", "F32"
-    tied, ignored = "tied" if hf_config.tie_word_embeddings else "untied", len(reader.where) - len(found)
-    return (f"family      {hf_config.model_type}: {hf_config.num_hidden_layers} layers, {tied} embeddings\n"
-            f"parameters  {parameters:,} in {dtypes}\n"
-            f"tensors     {len(found)} in {len(reader.files)} file(s): all covered, shapes right; {ignored} ignored")
+
+
+def plain(hf_config):
+    """The config of the same model, not quantised."""
+    hf_config = copy.deepcopy(hf_config)
+    vars(hf_config).pop("quantization_config", None)
+    return hf_config
+
+
+def compare(folder, other) -> str:
+    """Two folders of the same model, tensor by tensor: how many differ, and which of them most."""
+    a, b = HFReader(folder), HFReader(other)
+    if set(a.names()) != set(b.names()):
+        raise ValueError(f"{folder} and {other} are not the same model: only one has "
+                         f"{some(set(a.names()) ^ set(b.names()))}; compare a model with its own conversion")
+    differ, most = 0, (0.0, 0.0, "")         # (relative, absolute, name)
+    for name in shown(a.names(), len(a.names()), "compared"):
+        x, y = a(name).float(), b(name).float()
+        if x.shape != y.shape:
+            raise ValueError(f"{name} is {list(x.shape)} in {folder}, {list(y.shape)} in {other}: not the same model")
+        if not torch.equal(x, y):            # NaN too
+            relative = ((x - y).norm() / x.norm().clamp(min=1e-30)).nan_to_num(torch.inf).item()
+            differ, most = differ + 1, max(most, (relative, (x - y).abs().max().item(), name))
+    lines = [f"tensors     {len(a.names())} compared, {differ} differ"]
+    if differ:
+        lines.append(f"most        {most[2]}: |a - b| / |a| = {most[0]:.2e}, largest |a - b| = {most[1]:.2e}")
+    if differ and a.fp8 != b.fp8:
+        lines.append("fp8         one of them is rounded to it: 0.02 to 0.03 of each quantised tensor is what that does")
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def hf_log_probs(folder, tokens: Tensor) -> Tensor:
+    """transformers' log-prob of each token after the first, in fp32 on the CPU. [T] -> [T - 1]"""
+    from transformers import AutoModelForCausalLM
+
+    reader = HFReader(folder)
+    if reader.fp8:                           # the formula is transformers', the weights are ours: see the NOTE in fp8.py
+        model = AutoModelForCausalLM.from_config(plain(reader.hf_config), dtype=torch.float32).eval()
+        model.load_state_dict(dict(reader.items()), strict=False)        # all is there; a tied output layer is no parameter
+    else:
+        model = AutoModelForCausalLM.from_pretrained(reader.folder, dtype=torch.float32)
+    return model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def check_log_probs(folder, other, num_tokens: int) -> str:
+    """The same pseudo-random tokens through two folders, or through transformers and our model."""
+    import checkpoints  # and with it, for our model, Megatron
+
+    hf_config = load_hf_config(folder)
+    check_policy(hf_config)
+    tokens = torch.randint(hf_config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    theirs = hf_log_probs(other, tokens) if other else checkpoints.our_log_probs(folder, tokens)
+    far, who = (hf_log_probs(folder, tokens) - theirs).abs(), "the two folders" if other else "transformers and our model"
+    report = f"log-probs   {who}, {num_tokens} tokens in fp32: mean |a - b| = {far.mean():.2e}, largest {far.max():.2e}"
+    if not other and not far.max() < 1e-3:
+        raise ValueError(f"{report}; mend the {hf_config.model_type} table in families.py: it is not what transformers does")
+    return report
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def shown(items: Iterable, total: int, title: str) -> Iterator:
+    """The same items; on stderr a bar, or where that is no terminal a line every five seconds."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+        yield from track(items, title, total, console=Console(stderr=True))
+        return
+    last = time.monotonic()
+    for done, item in enumerate(items):
+        if time.monotonic() - last > 5:
+            last = time.monotonic()
+            print(f"{title}: {done} of {total}", file=sys.stderr, flush=True)
+        yield item
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Account for the weights of a model folder (reads headers only).")
-    parser.add_argument("command", choices=["check"])
-    parser.add_argument("folder", help="folder with config.json and *.safetensors, or a hub name")
+    parser = argparse.ArgumentParser(description="Model folders: checked, compared, converted.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name, what, *names):
+        one = commands.add_parser(name, help=what, description=what)
+        for positional in names:
+            one.add_argument(positional, help="a folder" if positional == "out" else "a folder, or a hub name")
+        return one
+    one = command("check", "account for every tensor of a Hugging Face folder; compare two of them", "folder")
+    one.add_argument("other", nargs="?", help="a second folder of the same model")
+    one.add_argument("--log-probs", action="store_true", help="also compute with it, and compare")
+    one.add_argument("--tokens", type=int, default=64, help="how many (64)")
+    command("to-fp8", "a Hugging Face folder in fp8", "folder", "out")
+    command("to-bf16", "an fp8 folder as plain weights", "folder", "out")
+    command("hf-to-megatron", "a Hugging Face folder as a Megatron checkpoint", "folder", "out")
+    one = command("megatron-to-hf", "a run's checkpoint as a Hugging Face folder", "checkpoint", "out")
+    one.add_argument("--hf", required=True, help="the folder that the run began with: config and tokenizer")
     args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of this is the CPU's work; Megatron and transformers would take a GPU
     try:
-        print(check(args.folder))
+        if args.command == "check":
+            for folder in filter(None, (args.folder, args.other)):
+                print(check(folder), flush=True)
+            if args.other:
+                print(compare(args.folder, args.other), flush=True)
+            if args.other or args.log_probs:
+                print(check_log_probs(args.folder, args.other, max(2, args.tokens)))
+        elif args.command == "hf-to-megatron":
+            hf_to_megatron(args.folder, args.out)
+        elif args.command == "megatron-to-hf":
+            megatron_to_hf(args.checkpoint, args.out, args.hf)
+        else:
+            requantize(args.folder, args.out, args.command == "to-fp8")
     except ValueError as e:  # a user's mistake: the message is enough, a traceback is not needed
         sys.exit(f"error: {e}")
 

@@ -227,6 +227,10 @@ def server_args(cfg, rank: int, model_path: str) -> dict[str, Any]:
                      chunked_prefill_size=-1)
     else:
         args |= dict(enable_memory_saver=cfg.offload_rollout)
+    if cfg.rollout_quantization:             # model_path is an fp8 folder then, and its config.json says so
+        # NOTE: not "auto". That is DeepGEMM, which compiles for minutes at a first start, and on Blackwell rounds the scales
+        # to powers of 2 and packs them once, at the start: a weight sync then finds parameters of another shape.
+        args["fp8_gemm_runner_backend"] = "triton"
     return args | cfg.sglang
 
 

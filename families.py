@@ -369,7 +369,7 @@ def yarn_scale(cfg) -> float:
 HANDLED = set("""
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters
-    layer_types architectures model_type""".split())
+    layer_types architectures model_type quantization_config""".split())  # the last: fp8.is_fp8
 # Known to leave logits alone: bookkeeping, generation settings, labels of classifiers, marks of the saving tool.
 # So are names that begin with "_" or end in "_token_id".
 INERT = set("""
@@ -381,7 +381,6 @@ MUST_BE_OFF = dict(
     attention_bias="the table has no rule for these biases; add rules in families.py",
     mlp_bias="the table has no rule for these biases; add rules in families.py",
     attention_dropout="dropout makes the trainer's log-probs random; set it to 0.0 in config.json",
-    quantization_config="training needs plain weights; give the unquantized checkpoint",
 )
 
 

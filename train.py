@@ -34,6 +34,7 @@ import buffer
 import checks
 import convert
 import families
+import fp8
 import memory
 import placement
 import plan
@@ -149,6 +150,11 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
             convert.check_same_shape(hf_config, other)
         if "hf_checkpoint" in cfg.critic:
             convert.check_critic(hf_config, cfg.critic["hf_checkpoint"], cfg.tensor_model_parallel_size)
+        if cfg.rollout_quantization:
+            fp8.check_engine(hf_config, cfg.rollout_num_gpus_per_engine)
+        elif reader.fp8 and cfg.loss_type != "sft":              # a plain weight would be cast into the engine's fp8 one
+            raise ValueError(f"{model_dir} is an fp8 model, and so would its engines be; set rollout_quantization='fp8', or "
+                             "write plain weights: python convert.py to-bf16")
         if cfg.opd_teacher_url:
             check_server(cfg.opd_teacher_url)
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
@@ -169,7 +175,8 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         stack.callback(trainers.stop)
         engines, engines_up = None, None
         if cfg.loss_type != "sft":
-            engines = Engines(cfg, run_dir, model_dir, places.engines if places else None)
+            engine_dir = convert.engine_folder(model_dir, run_dir) if cfg.rollout_quantization else model_dir
+            engines = Engines(cfg, run_dir, engine_dir, places.engines if places else None)
             stack.callback(engines.stop)
             engines_up = pool.submit(engines.start)
             if cfg.colocate and cfg.device == "cuda":            # an engine takes a share of the memory that it finds free

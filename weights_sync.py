@@ -30,6 +30,7 @@ from torch import Tensor
 
 import convert
 import families
+import fp8
 from engines import call, free_port
 
 GROUP = "nanoslime_weights"
@@ -180,6 +181,8 @@ class WeightSync:
         def send_all():
             nonlocal sent
             for bucket in buckets(self.model, self.cfg.update_weight_buffer_size):
+                if self.cfg.rollout_quantization:            # here, so that a folder for others (save_hf) stays bf16
+                    bucket = to_bucket(list(fp8.quantize_stream(bucket.tensors())))
                 sent += bucket.flat.numel()
                 if sender and check:
                     tensors.update((name, tensor.cpu()) for name, tensor in bucket.tensors())
@@ -201,7 +204,8 @@ class WeightSync:
         if not sender:
             return {}
         tp, kv_heads = self.cfg.rollout_num_gpus_per_engine, self.model.hf_config.num_key_value_heads
-        expected = expected_checksums(tensors, tp, kv_heads, self.cfg.device) if check else None
+        # Of fp8 weights an engine gives the checksum of the product with their scales, and none of the scales.
+        expected = expected_checksums(fp8.dequantized(tensors), tp, kv_heads, self.cfg.device) if check else None
         return {"version": version, "bytes": sent, "expected": expected}
 
     # -- shared memory (CPU) and CUDA IPC (same GPU)

@@ -66,6 +66,17 @@ def validate_layout(cfg: Config) -> None:
          "update_weight_transport='tensor' hands memory over inside one machine; set colocate=True or use 'distributed'")
     need(cfg.update_weight_transport != "distributed" or not cfg.colocate or cfg.device == "cpu",
          "NCCL cannot join two processes of one GPU; colocated runs use update_weight_transport='tensor' (or 'disk')")
+    if cfg.rollout_quantization:
+        need(cfg.device != "cpu", "rollout_quantization='fp8' needs a GPU (Hopper or newer): SGLang computes no fp8 on a CPU; "
+             "remove it")
+        need(cfg.dtype != "float32", "rollout_quantization='fp8': SGLang's other tensors are bf16; set dtype='bfloat16'")
+        need(not cfg.true_on_policy_mode, "true_on_policy_mode asks for one policy, and engines in fp8 are another; set "
+             "rollout_quantization=None")
+        need(cfg.loss_type != "sft", "rollout_quantization has no effect with loss_type='sft', which starts no engine; "
+             "remove it")
+        for key in ("quantization", "load_format"):
+            need(key not in cfg.sglang, f"sglang[{key!r}] beside rollout_quantization='fp8' would make other parameters than "
+                 "the weight sync fills; remove it")
 
 
 def validate_batch(cfg: Config) -> None:

@@ -202,6 +202,11 @@ WRONG = [
     (dict(offload_rollout=True), "are for GPUs that both sides share; set colocate=True"),
     (dict(update_weight_transport="tensor"), "set colocate=True or use 'distributed'"),
     (dict(device="cuda", colocate=True, update_weight_transport="distributed"), "colocated runs use update_weight_transport='tensor'"),
+    (dict(rollout_quantization="fp8"), "computes no fp8 on a CPU; remove it"),
+    (dict(device="cuda", rollout_quantization="fp8", dtype="float32"), "set dtype='bfloat16'"),
+    (dict(device="cuda", rollout_quantization="fp8", true_on_policy_mode=True), "engines in fp8 are another; set rollout_quant"),
+    (dict(device="cuda", rollout_quantization="fp8", loss_type="sft"), "no effect with loss_type='sft'.*remove it"),
+    (dict(device="cuda", rollout_quantization="fp8", sglang=dict(quantization="fp8")), r"sglang\['quantization'\] beside.*remove it"),
     # batch
     (dict(global_batch_size=100), r"global_batch_size 100 \* num_steps_per_rollout 1 != rollout_batch_size 32 \* n 8 = 256; "
                                   "set global_batch_size=256"),

@@ -9,6 +9,7 @@ The vocabulary of 101 is odd on purpose: padding is exercised at every TP size.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 import convert
 import families
+import helpers
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = dict(vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -258,7 +260,6 @@ YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_
         ("qwen3", dict(attention_bias=True), "attention_bias"),
         ("qwen3", dict(attention_dropout=0.1), "attention_dropout"),
         ("qwen3", dict(hidden_act="gelu"), "hidden_act"),
-        ("qwen3", dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
         ("qwen3", dict(architectures=["Qwen3ForTokenClassification"]), "architectures"),
         ("qwen3", dict(architectures=["Qwen3ForSequenceClassification"]), "id2label.*a critic has one label"),
         ("qwen2", dict(logit_softcap=30.0), "logit_softcap.*does not know this key"),
@@ -474,3 +475,145 @@ def test_check_command(folders, broken):
     command = [sys.executable, "convert.py", "check", "/no/such"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1 and done.stderr.startswith("error: model folder /no/such not found"), done.stderr
+
+
+def run_command(*args) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "convert.py", *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_tied"])
+def test_compare_names_a_planted_tensor(folders, tmp_path, case):
+    from safetensors.torch import load_file, save_file
+
+    source, other = folders / case, tmp_path / "other"
+    shutil.copytree(source, other)
+    assert "compared, 0 differ" in convert.compare(source, other)
+    tensors, name = load_file(other / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.001      # a smaller one, to be outranked
+    tensors[name][3, 5] += 40.0
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    report = convert.compare(source, other)
+    assert "compared, 2 differ" in report and f"most        {name}: " in report and "largest |a - b| = 4.00e+01" in report
+    assert float(report.split("|a| = ")[1].split(",")[0]) == pytest.approx(
+        40.0 / convert.HFReader(source)(name).norm().item(), rel=0.01)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert f"most        {name}: " in convert.compare(source, other)
+    with pytest.raises(ValueError, match="not the same model: only one has .*; compare a model with its own conversion"):
+        convert.compare(folders / "qwen2", folders / "qwen3")
+
+
+def test_check_computes_with_the_folder(folders, tmp_path):
+    """In a process each, as Megatron's groups are made once in a process. Two folders: transformers on both."""
+    done = run_command("check", folders / "qwen2", "--log-probs", "--tokens=40")
+    assert done.returncode == 0, done.stderr
+    assert "log-probs   transformers and our model, 40 tokens in fp32" in done.stdout
+    assert float(done.stdout.split("largest ")[1]) < 1e-4
+    other = tmp_path / "other"
+    shutil.copytree(folders / "qwen2", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))       # the same tensors, another computation
+    assert "0 differ" in convert.compare(folders / "qwen2", other)
+    assert float(convert.check_log_probs(folders / "qwen2", other, 16).split("largest ")[1]) > 1e-3
+    assert float(convert.check_log_probs(other, other, 16).split("largest ")[1]) == 0
+
+
+def test_a_killed_conversion_leaves_nothing_under_the_name(folders, tmp_path):
+    """SIGKILL while the stream is half-way; the next one starts from the beginning."""
+    code = ("import convert, os, signal, sys\n"
+            "def shown(items, total, title):\n"
+            "    for i, item in enumerate(items):\n"
+            "        if i == total // 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "        yield item\n"
+            "convert.shown = shown\n"
+            "convert.requantize(*sys.argv[1:], to_fp8=True)\n")
+    out = tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", code, folders / "qwen3", out], cwd=ROOT, capture_output=True, timeout=500)
+    assert done.returncode == -9 and [p.name for p in tmp_path.iterdir()] == ["out.tmp"]
+    done = run_command("to-fp8", folders / "qwen3", out)
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and convert.HFReader(out).fp8
+    done = run_command("to-fp8", folders / "qwen3", tmp_path)                # a folder with other things in it
+    assert done.returncode == 1 and "is not replaced; give another path" in done.stderr and out.exists()
+
+
+# ---- Megatron checkpoints -------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(rank, world, port, folder, out, changes):
+    import model
+
+    cfg = helpers.make_cfg(actor_num_gpus=world, **changes)
+    grid = model.init_distributed(cfg, rank, world, "127.0.0.1", port)
+    model.MegatronModel(cfg, grid, folder, 1).save(Path(out), {"step": 0})
+
+
+def load_checkpoint(rank, world, port, folder, other, checkpoint):
+    """Under tp 2, into a model that began with other weights -> whether all of them are the folder's then."""
+    import model
+
+    cfg = helpers.make_cfg(actor_num_gpus=world, tensor_model_parallel_size=2)
+    grid = model.init_distributed(cfg, rank, world, "127.0.0.1", port)
+    ours = model.MegatronModel(cfg, grid, other, 1)
+    ours.load(Path(checkpoint))
+    have, reader = dict(ours.snapshot()), convert.HFReader(folder)
+    return [name for name, tensor in have.items()
+            if not torch.equal(tensor, families.to_megatron(reader.hf_config, name, reader, rank, 2))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folders, tmp_path_factory):
+    """Of a model with a padded vocabulary and pieces of two ranks, sent through the trainers' own save."""
+    out = tmp_path_factory.mktemp("checkpoint") / "iter_0000000"
+    helpers.run_workers(save_checkpoint, 2, str(folders / "qwen2"), str(out), dict(tensor_model_parallel_size=2), limit_s=300)
+    return out
+
+
+def test_megatron_to_hf_is_bit_exact(folders, checkpoint, tmp_path):
+    out, reader = tmp_path / "out", convert.HFReader(folders / "qwen2")
+    done = run_command("megatron-to-hf", checkpoint, out, f"--hf={folders / 'qwen2'}")
+    assert done.returncode == 0, done.stderr
+    saved = convert.HFReader(out)
+    assert set(saved.names()) == set(reader.names())
+    assert all(torch.equal(saved(name), reader(name)) for name in reader.names())
+
+
+def test_megatron_to_hf_reads_one_layer_at_a_time(folders, checkpoint, monkeypatch):
+    """Memory: a model of any depth needs one layer's matrix."""
+    import checkpoints
+    sizes, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: sizes.append(empty(*a, **kw)) or sizes[-1])
+    for _ in checkpoints.CheckpointReader(checkpoint).hf_tensors(convert.load_hf_config(folders / "qwen2")):
+        pass
+    assert max(t.numel() for t in sizes) == 2 * 96 * 64                      # fc1 of one of the three layers
+
+
+def test_megatron_to_hf_refuses_what_does_not_fit(folders, checkpoint, tmp_path):
+    for source, message in (("qwen3", "of another model: .*; give the Hugging"), ("qwen2_tied", "embeddings are not tied; give")):
+        with pytest.raises(ValueError, match=message):
+            convert.megatron_to_hf(checkpoint, tmp_path / "out", folders / source)
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    piece = max(broken.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    piece.write_bytes(piece.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="distcp is missing or cut short; copy"):
+        convert.megatron_to_hf(broken, tmp_path / "out", folders / "qwen2")
+    piece.unlink()
+    with pytest.raises(ValueError, match="distcp is missing or cut short; copy"):
+        convert.megatron_to_hf(broken, tmp_path / "out", folders / "qwen2")
+    (broken / ".metadata").unlink()
+    with pytest.raises(ValueError, match="no complete Megatron checkpoint .*; give a run's"):
+        convert.megatron_to_hf(broken, tmp_path / "out", folders / "qwen2")
+    assert [p.name for p in tmp_path.iterdir()] == ["broken"]
+
+
+def test_hf_to_megatron_loads_under_another_layout(folders, tmp_path):
+    done = run_command("hf-to-megatron", folders / "qwen3", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    other = tmp_path / "other"               # the same shapes, other weights
+    reader = convert.HFReader(folders / "qwen3")
+    convert.save_hf(other, folders / "qwen3", reader.hf_config, ((n, t * 0.5) for n, t in reader.items()))
+    assert helpers.run_workers(load_checkpoint, 2, str(folders / "qwen3"), str(other), str(tmp_path / "out"), limit_s=300) == [[], []]
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ValueError, match="is not a Megatron checkpoint, so it is not replaced; give another path"):
+        convert.hf_to_megatron(folders / "qwen3", tmp_path / "notes")
