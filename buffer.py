@@ -14,6 +14,7 @@ A packed micro-batch of three samples (p prompt, r response, . padding that is a
     logit_index     2 3 4 5       8 9 10        14 15                 [R] row whose hidden state predicts...
     targets           r r r r       r r r         r r                 [R] ...this token: the one-token shift, done only here
 """
+import base64
 import dataclasses
 import enum
 import itertools
@@ -62,6 +63,8 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)            # append: 1 = trained, per response token
     rollout_log_probs: list[float] = field(default_factory=list)  # append: as the engine sampled; 0.0 where loss_mask is 0
     weight_versions: list[int] = field(default_factory=list)      # append: which weights wrote each response token
+    rollout_routed_experts: list = field(default_factory=list)    # rollout.py: [rows, base64 of int32 [rows, L * k]], row t
+    #                                          which experts the engine took for token t; the last token has no row
     status: Status = Status.PENDING          # rollout
     metadata: dict = field(default_factory=dict)  # data source and hooks
     teacher_log_probs: list[float] = field(default_factory=list)  # rollout, with opd_teacher_url; per response token
@@ -364,6 +367,8 @@ def to_train_data(cfg, samples: list[Sample], rewards: list[float], examples: li
         data["group_indices"].append(sample.group_index)
         log_probs = sample.rollout_log_probs or [0.0] * n
         data["rollout_log_probs"].append(torch.tensor(log_probs, dtype=torch.float32))            # [R_i]
+    if cfg.use_rollout_routing_replay:
+        data["rollout_routed_experts"] = [routed_experts(s) for s in samples]
     if cfg.opd_teacher_url:
         data["teacher_log_probs"] = [torch.tensor(s.teacher_log_probs or [0.0] * s.response_length) for s in samples]   # [R_i]
     if examples:
@@ -371,14 +376,28 @@ def to_train_data(cfg, samples: list[Sample], rewards: list[float], examples: li
     return data
 
 
+def routed_experts(sample: Sample) -> Tensor:
+    """[T_i, L * k] int16; -1 for tokens that no engine has seen: the last, and what a tool put behind it."""
+    if not sample.rollout_routed_experts:
+        raise ValueError(f"sample {sample.index}: use_rollout_routing_replay needs the engine's routes; a custom_generate_function "
+                         "sets sample.rollout_routed_experts from its last request (rollout.keep_routes)")
+    rows, text = sample.rollout_routed_experts
+    told = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32).view(rows, -1).to(torch.int16)
+    return F.pad(told, (0, 0, 0, len(sample.tokens) - rows), value=-1)
+
+
 def add_examples(cfg, data: dict[str, list], examples: list[Sample]) -> None:
     """Rows of sft_data behind the samples, each a group of its own, numbered -1, -2, ..."""
-    own = to_train_data(dataclasses.replace(cfg, opd_teacher_url=None), examples, [0.0] * len(examples))
+    own = to_train_data(dataclasses.replace(cfg, opd_teacher_url=None, use_rollout_routing_replay=False), examples,
+                        [0.0] * len(examples))
     data["sft_masks"] = [torch.zeros_like(mask) for mask in data["loss_masks"]] + own["loss_masks"]
     own["loss_masks"] = [torch.zeros_like(mask) for mask in own["loss_masks"]]
     own["group_indices"] = [-1 - i for i in range(len(examples))]
     own["raw_reward"] = [0.0] * len(examples)
     own["teacher_log_probs"] = own["rollout_log_probs"]
+    if cfg.use_rollout_routing_replay:       # nobody generated them: the routers choose
+        width = data["rollout_routed_experts"][0].shape[1]
+        own["rollout_routed_experts"] = [torch.full((len(t), width), -1, dtype=torch.int16) for t in own["tokens"]]
     for key in data.keys() - {"sft_masks"}:
         data[key].extend(own[key])
 
@@ -498,7 +517,7 @@ class PackedBatch:
     samples: list[int]      # S positions in the data
     lengths: list[int]      # R_i of each of them, sum is R
     real: Tensor            # [T] not padding
-    experts: Tensor | None  # [T, L, k] int16 that the engine routed each token to; -1: unknown
+    experts: Tensor | None  # [T, L * k] int16 that the engine routed each token to; -1: unknown
     per_token: dict[str, Tensor]  # [R] advantages, old_logp, rollout_logp, ref_logp, ... whichever the data has
 
 
@@ -516,7 +535,7 @@ def lengthen(batch: PackedBatch, total: int) -> PackedBatch:
     return dataclasses.replace(
         batch, tokens=F.pad(batch.tokens, (0, more)), position_ids=positions, max_seqlen=max(batch.max_seqlen, more),
         cu_seqlens=F.pad(batch.cu_seqlens, (0, 1), value=total), real=F.pad(batch.real, (0, more)),
-        experts=None if batch.experts is None else F.pad(batch.experts, (0, 0, 0, 0, 0, more), value=-1))
+        experts=None if batch.experts is None else F.pad(batch.experts, (0, 0, 0, more), value=-1))
 
 
 def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu", pad_each: int = 1) -> PackedBatch:
@@ -532,7 +551,7 @@ def pack(data: dict[str, list], samples: list[int], pad_to: int, device="cpu", p
         tokens = tokens + [torch.zeros(pad, dtype=torch.int64)]
     real, experts = torch.zeros(total + pad, dtype=torch.bool), None                              # [T]
     if "rollout_routed_experts" in data:
-        experts = torch.full((total + pad, *data["rollout_routed_experts"][0].shape[1:]), -1, dtype=torch.int16)
+        experts = torch.full((total + pad, data["rollout_routed_experts"][0].shape[1]), -1, dtype=torch.int16)
     for i, start, n in zip(samples, starts, sizes):
         real[start:start + n] = True
         if experts is not None:

@@ -94,10 +94,11 @@ def check_same_shape(hf_config, folder):
     other = load_hf_config(folder)
     check_policy(other)
     HFReader(folder, other)  # complete, undamaged
-    for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "tie_word_embeddings", "rope_parameters", "rms_norm_eps"):
-        if getattr(hf_config, key) != getattr(other, key):
-            raise ValueError(f"{folder} has {key} = {getattr(other, key)}, the trained model {getattr(hf_config, key)}: both "
+    mine, theirs = hf_config.to_dict(), other.to_dict()
+    names = family(hf_config).handled | HANDLED - {"initializer_range", "max_position_embeddings", "quantization_config"}
+    for key in ["model_type", *sorted(names)]:
+        if mine.get(key) != theirs.get(key):
+            raise ValueError(f"{folder} has {key} = {theirs.get(key)}, the trained model {mine.get(key)}: both "
                              "are computed by the same trainers, so give a model of the same shape (a teacher of another "
                              "shape: opd_teacher_url)")
 

@@ -14,6 +14,7 @@ attention.
 SGLang ships a CPU engine of its own, but it needs kernels that no package registry carries. Its interface for new
 hardware is public, and plain torch can be that hardware: slow, exact, and the same server, scheduler and endpoints.
 """
+import functools
 
 
 # ---- SGLang: the platform plug-in -----------------------------------------------------------------------------------
@@ -165,8 +166,9 @@ def murmur_hash32(seed, positions, columns):
 
 
 # ---- Megatron on gloo --------------------------------------------------------------------------------------------------
+@functools.cache
 def megatron_on_cpu() -> None:
-    """Make Megatron-core's CUDA literals mean the CPU, for the rest of this process. Call once, in its main thread.
+    """Make Megatron-core's CUDA literals mean the CPU, for the rest of this process. Call it in its main thread.
 
     Megatron names CUDA in a few places even when told to use the CPU: `device="cuda"`, `torch.cuda.current_device()`,
     `.cuda()`, `tensor.type() == "torch.cuda.FloatTensor"`, and its random-number tracker. Nothing else is touched.

@@ -516,6 +516,19 @@ def check_tp(hf_config, tp_size: int, ep_size: int = 1, etp_size: int = 1):
                          "expert_tensor_parallel_size to a divisor")
 
 
+def check_stages(hf_config, cfg):
+    """ValueError if the layers cannot be dealt to the pipeline stages as the run file says."""
+    pp, vpp, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, hf_config.num_hidden_layers
+    ends = [cfg.megatron.get(f"num_layers_in_{which}_pipeline_stage") for which in ("first", "last")]
+    given = [n for n in ends if n is not None]
+    rest, stages = layers - sum(given), pp - len(given)
+    if stages < 0 or (stages and rest % stages) or (not stages and rest):
+        raise ValueError(f"{layers} layers cannot be dealt to pp {pp} stages ({rest} over {stages} of them); set megatron=dict("
+                         "num_layers_in_first_pipeline_stage=..., num_layers_in_last_pipeline_stage=...) so that the rest divides")
+    if any(n % vpp for n in [*given, *([rest // stages] if stages else [])]):
+        raise ValueError(f"a stage's layers are no multiple of virtual_pipeline_model_parallel_size={vpp}; set it to a divisor")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The table, read in both directions
 

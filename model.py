@@ -348,7 +348,7 @@ class MegatronModel:
             return tokens.chunk(self.grid.tp_size)[self.grid.tp_rank] if self.config.sequence_parallel else tokens
         packing.real, packing.load = part(batch.real), self.expert_load
         if self.cfg.use_rollout_routing_replay and self.replays:
-            packing.experts = part(batch.experts)
+            packing.experts = part(batch.experts).unflatten(1, (self.config.num_layers, -1))
         elif self.cfg.use_routing_replay and self.replays:
             key = tuple(batch.samples)
             if torch.is_grad_enabled():

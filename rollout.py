@@ -316,11 +316,15 @@ class Rollout:
         if room <= 0 or left < ENGINE_RESERVE:
             sample.status = Status.TRUNCATED
             return sample
-        out = await self.request({"input_ids": sample.tokens, "sampling_params": params | {"max_new_tokens": room},
-                                  "return_logprob": True}, sample)
+        payload = {"input_ids": sample.tokens, "sampling_params": params | {"max_new_tokens": room}, "return_logprob": True}
+        if self.cfg.use_rollout_routing_replay:
+            payload["return_routed_experts"] = True
+        out = await self.request(payload, sample)
         meta = out["meta_info"]
         pairs = meta["output_token_logprobs"]                    # [(log-prob, token id, text), ...]
         sample.append([pair[1] for pair in pairs], [pair[0] for pair in pairs], version=int(meta.get("weight_version") or 0))
+        if self.cfg.use_rollout_routing_replay:
+            keep_routes(sample, meta)
         finish = meta["finish_reason"]
         sample.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[finish["type"]]
         ids = sample.tokens[len(sample.tokens) - sample.response_length:]
@@ -503,12 +507,18 @@ class FileRollout:
         pass
 
 
+def keep_routes(sample: Sample, meta: dict) -> None:
+    """Which experts the engine took, after the tokens of its answer were appended. It knows all tokens but the last."""
+    if meta.get("routed_experts"):           # none where the request was aborted before its first token
+        sample.rollout_routed_experts = [len(sample.tokens) - 1, meta["routed_experts"]]
+
+
 def start_over(sample: Sample) -> None:
     """Back to the bare prompt. Metadata stays: the data has written to it too."""
     sample.tokens = sample.tokens[:len(sample.tokens) - sample.response_length]
     sample.response, sample.response_length, sample.status, sample.reward = "", 0, Status.PENDING, None
     sample.loss_mask, sample.rollout_log_probs, sample.weight_versions, sample.teacher_log_probs = [], [], [], []
-    sample.remove_sample, sample.rollout_id = False, None
+    sample.remove_sample, sample.rollout_id, sample.rollout_routed_experts = False, None, []
 
 
 def mean(values) -> float:

@@ -363,6 +363,8 @@ def resolve(cfg: Config) -> Config:
         new["max_logprob_diff"] = (1e-5 if wide else 0.05) if cfg.true_on_policy_mode else 1e-4 if wide else 0.1
     if cfg.true_on_policy_mode and device == "cuda":         # logits in fp32 on both sides: bf16 rounds one of 20 by 0.06
         new["sglang"] = {"enable_fp32_lm_head": True} | cfg.sglang
+    if cfg.use_rollout_routing_replay:
+        new["sglang"] = {"enable_return_routed_experts": True} | new.get("sglang", cfg.sglang)
     if cfg.health_check_interval_s is None:
         new["health_check_interval_s"] = 10.0 if device == "cuda" else 60.0
     return dataclasses.replace(cfg, **new)

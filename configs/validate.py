@@ -106,7 +106,8 @@ def validate_batch(cfg: Config) -> None:
 def validate_algorithm(cfg: Config) -> None:
     if cfg.loss_type == "sft":
         need(not cfg.sft_data, "sft_data is trained beside samples; with loss_type='sft' the rows are prompt_data: remove it")
-        for key in ("critic", "critic_num_gpus", "use_opd", "true_on_policy_mode", "use_kl_loss", "use_tis"):
+        for key in ("critic", "critic_num_gpus", "use_opd", "true_on_policy_mode", "use_kl_loss", "use_tis",
+                    "use_routing_replay", "use_rollout_routing_replay"):
             need(not getattr(cfg, key), f"{key} has no effect with loss_type='sft'; remove it")
         return
     need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg) or cfg.use_opd,
@@ -162,6 +163,10 @@ def validate_corrections(cfg: Config) -> None:
     one_policy = cfg.num_steps_per_rollout == 1 and not cfg.use_rollout_logprobs
     need(not (cfg.use_opsm and one_policy), "use_opsm compares the current policy with the old one, and with one optimizer "
          "step per rollout they are the same; set use_rollout_logprobs=True, or num_steps_per_rollout=2")
+    need(not (cfg.use_routing_replay and cfg.use_rollout_routing_replay), "use_routing_replay takes the routes of the old "
+         "log-probs' pass, use_rollout_routing_replay the engine's; set one of them")
+    need(not (cfg.use_routing_replay and cfg.use_rollout_logprobs), "use_routing_replay takes the routes of the old log-probs' "
+         "pass, which use_rollout_logprobs leaves out; use_rollout_routing_replay takes the engine's")
     if cfg.true_on_policy_mode:
         same = dict(num_steps_per_rollout=1, async_mode=False, partial_rollout=False, max_staleness=0, rollout_top_p=1.0,
                     rollout_top_k=-1, on_invariant="raise")
