@@ -621,7 +621,10 @@ def adams(optimizer) -> list[torch.optim.Optimizer]:
 def make_adam_state(optimizer) -> None:
     """What Adam only has after its first step: Megatron asks for it at any load, and at a save before that step."""
     for adam in adams(optimizer):
-        for param in [p for group in adam.param_groups for p in group["params"]]:
+        params = [p for group in adam.param_groups for p in group["params"]]
+        if not params:                       # a stage with no experts: Megatron asks its second optimizer for the step too
+            adam.state["no parameters"] = {"step": torch.tensor(0.0)}
+        for param in params:
             if not adam.state[param]:
                 adam.state[param] = {"step": torch.tensor(0.0, device=param.device), "exp_avg": torch.zeros_like(param),
                                      "exp_avg_sq": torch.zeros_like(param)}
@@ -649,8 +652,8 @@ def torch_adam_state(optimizer):
     finally:
         DistributedOptimizer._set_main_param_and_optimizer_states = original
     for adam in adams(optimizer):
-        for param, state in adam.state.items():
-            state["step"] = state["step"].to(param.device, copy=True)
+        for state in adam.state.values():
+            state["step"] = state["step"].to(state.get("exp_avg", state["step"]).device, copy=True)
 
 
 class Pieces(dict):

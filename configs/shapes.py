@@ -97,9 +97,10 @@ def random_model(name: str, **changes):
 
 qwen3_0p6b, qwen3_1p7b, qwen3_4b, qwen3_8b = (random_model(f"Qwen/Qwen3-{size.upper()}") for size in QWEN3)
 # Small ones with the parts of large models in their real widths: a quick look at what a family does on a GPU.
-_FEW = dict(vocab_size=32768, num_hidden_layers=3)
+_FEW = dict(vocab_size=8192, num_hidden_layers=2)
 few_glm4 = random_model("zai-org/GLM-4-9B-0414", **_FEW)
-few_qwen3_moe = random_model("Qwen/Qwen3-30B-A3B", **_FEW)
-few_glm4_moe = random_model("zai-org/GLM-4.5", **_FEW, n_routed_experts=32, first_k_dense_replace=1)
-few_deepseek_v3 = random_model("deepseek-ai/DeepSeek-V3", **_FEW, n_routed_experts=32, first_k_dense_replace=1)
-few_moonlight = random_model("moonshotai/Moonlight-16B-A3B-Instruct", **_FEW)
+few_qwen3_moe = random_model("Qwen/Qwen3-30B-A3B", **_FEW, num_experts=32)
+few_glm4_moe = random_model("zai-org/GLM-4.5", **_FEW, n_routed_experts=16, first_k_dense_replace=1)
+few_deepseek_v3 = random_model("deepseek-ai/DeepSeek-V3", **_FEW, n_routed_experts=32, first_k_dense_replace=1,
+                               moe_intermediate_size=512)
+few_moonlight = random_model("moonshotai/Moonlight-16B-A3B-Instruct", **_FEW, n_routed_experts=32)
