@@ -8,7 +8,8 @@ Run:   python benchmarks/families.py [FAMILY ...]        all ten: about 15 minut
     log-probs    our model against transformers on 64 tokens: largest |a - b|
     round trip   Hugging Face folder -> Megatron checkpoint -> Hugging Face folder: how many tensors are the same, bit for bit
     sync         python train.py, 2 steps on one trainer and one engine. Every sync is checked by checksums; here the largest
-                 |logp - rollout_logp| of the tokens of step 2, which the engine computed with the weights of step 1
+                 |logp - rollout_logp| of the tokens of step 2, which the engine computed with the weights of step 1; experts as
+                 the engine chose them. The folder that the run wrote is checked as by convert.py check
     fp8          the folder in fp8 and back: the largest |a - b| / |a| of a quantised tensor; the others are the same, bit for bit
 
 Left out on purpose: layouts of several processes (tests/test_families.py has them all), GPUs.
@@ -25,8 +26,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 LOG_PROB, FP8 = 1e-4, 0.03                   # bounds; fp8: 3 mantissa bits, see tests/test_fp8.py
 FOR_ENGINE = dict(vocab_size=64, max_position_embeddings=512, pad_token_id=0)    # the tokenizer has an id for each character
-# In DeepSeek's own config.json, and SGLang asks for them; transformers knows none of them.
-ROUTER = dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
+FOR_ENGINE_TOO = {                           # config class -> what else SGLang needs
+    "DeepseekV3Config": dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid"),  # transformers knows none of them
+    "Qwen3MoeConfig": dict(mlp_only_layers=[])}  # it gives every layer experts, whatever this says
 # What a MiMo checkpoint brings along; SGLang executes it when it may (trust_remote_code).
 MIMO = "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
 RUN = """
@@ -60,16 +62,19 @@ def round_trip(family: str, folder: pathlib.Path) -> str:
 
 
 def sync(family: str, folder: pathlib.Path) -> str:
+    import convert
     from helpers import RUN_FILE
     from test_families import EXPERTS
     run_file, log = folder.with_name("run.py"), folder.with_name("train.log")
     run_file.write_text(RUN_FILE.format(model=str(folder)) + RUN + "use_rollout_routing_replay = True\n" * (family in EXPERTS)
                         + "sglang = dict(trust_remote_code=True)\n" * (family == "mimo"))
     with open(log, "w") as out:
-        done = subprocess.run([sys.executable, "train.py", run_file, f"--output_dir={folder.parent}", "--run_name=run"], cwd=ROOT,
-                              stdout=out, stderr=subprocess.STDOUT, timeout=600)
+        done = subprocess.run([sys.executable, "train.py", run_file, f"--output_dir={folder.parent}", "--run_name=run"],
+                              cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=600)
     assert done.returncode == 0, f"train.py ended with {done.returncode}:\n{log.read_text()[-3000:]}"
-    rows = [json.loads(line) for line in (folder.with_name("run") / "metrics.jsonl").read_text().splitlines()]
+    run = folder.with_name("run")
+    convert.check(run / "hf" / "iter_0000002")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     [row] = [row for row in rows if row["step"] == 1 and "train/loss" in row]
     assert rows[0]["train/grad_norm"] > 0, "nothing was learned, so step 2 shows nothing"
     return within(row["train/train_rollout_logprob_abs_diff_max"], LOG_PROB)
@@ -120,7 +125,7 @@ def write_model(family: str, folder: pathlib.Path) -> None:
     published = dict(PUBLISHED.get(family, {}))
     if family == "mimo":
         published["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"}
-    write_random(cls, SIZES | FOR_ENGINE | extra | (ROUTER if cls == "DeepseekV3Config" else {}), folder, published)
+    write_random(cls, SIZES | FOR_ENGINE | extra | FOR_ENGINE_TOO.get(cls, {}), folder, published)
     write_char_tokenizer(str(folder))
     if family == "mimo":
         (folder / "configuration_mimo.py").write_text(MIMO)
