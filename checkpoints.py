@@ -53,23 +53,29 @@ class CheckpointReader:
                     if rule.load_only:       # a tied one is stored once, under the embedding's name
                         raise KeyError("these embeddings are not tied")
                     if not rule.of_experts:
-                        yield from to_hf(hf_config, name, [self.read(key, size, place, meta)])
+                        yield from to_hf(hf_config, name, [self.read(key, place, size[len(place):], meta)])
                         continue
-                    for e in range(size[len(place)]):    # [E, 2, F, H] or [E, H, F]
-                        part = self.read(key, size, (*place, e), meta).flatten(0, -2)             # [2F, H] or [H, F]
-                        yield from to_hf(hf_config, name, [part], expert=e)
+                    # [E, 2, F, H] or [E, H, F]; as many experts at a time as a rank had
+                    for first, count in self.pieces(key, len(place)):
+                        some = self.read(key, (*place, first), (count, *size[len(place) + 1:]), meta)
+                        for e, one in enumerate(some, first):                                     # [2, F, H] or [H, F]
+                            yield from to_hf(hf_config, name, [one.flatten(0, -2)], expert=e)
                 except (KeyError, RuntimeError) as e:    # no rule; a shape that cannot be taken apart
                     raise ValueError(f"{self.folder} is a checkpoint of another model: {name} {list(size)}: {e.args[0]}; give "
                                      "the Hugging Face folder that its run began with") from e
 
-    def read(self, key: str, size: tuple[int, ...], place: tuple[int, ...], meta: bool) -> Tensor:
-        """stored[place]: one tensor, or one layer's part of it, or one expert's."""
+    def pieces(self, key: str, axis: int) -> list[tuple[int, int]]:
+        """(first, how many) along this axis of each stored piece; a smaller part of one cannot be read without all of it."""
+        return sorted({(chunk.offsets[axis], chunk.sizes[axis]) for chunk in self.table.state_dict_metadata[key].chunks})
+
+    def read(self, key: str, place: tuple[int, ...], shape: tuple[int, ...], meta: bool) -> Tensor:
+        """Of one stored tensor, the part of this shape that begins at `place` (of the leading axes; the others are whole)."""
         from torch.distributed.checkpoint import LoadPlan
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
         stored = self.table.state_dict_metadata[key]
-        rest = size[len(place):]
-        begin, part = (*place, *[0] * len(rest)), (*[1] * len(place), *rest)
+        axes = len(stored.size)
+        begin, part = (*place, *[0] * (axes - len(place))), (*[1] * (axes - len(shape)), *shape)
         out = torch.empty(part, dtype=stored.properties.dtype, device="meta" if meta else "cpu")
         if not meta:
             chunk = ChunkStorageMetadata(torch.Size(begin), torch.Size(part))
@@ -78,7 +84,7 @@ class CheckpointReader:
             if filled != out.numel():
                 raise ValueError(f"{self.folder}: {filled} of {out.numel()} numbers of {key} are there; copy it again")
             self.reader.read_data(LoadPlan(items), Into(out))
-        return out.view(rest)
+        return out.view(shape)
 
 
 class Into:

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 import fp8
-from families import (ALIASES, carried, check_policy, check_tp, family, has_value_head, hf_names, ignorable, lookup,
-                      value_config)
+from families import (ALIASES, HANDLED, carried, check_policy, check_tp, family, has_value_head, hf_names, ignorable,
+                      lookup, value_config)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders
