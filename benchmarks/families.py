@@ -8,9 +8,9 @@ Run:   python benchmarks/families.py [FAMILY ...]        all ten: about 15 minut
     log-probs    our model against transformers on 64 tokens: largest |a - b|
     round trip   Hugging Face folder -> Megatron checkpoint -> Hugging Face folder: how many tensors are the same, bit for bit
     sync         python train.py, 2 steps on one trainer and one engine. Every sync is checked by checksums; here the largest
-                 |logp - rollout_logp| of the tokens of step 2, which the engine computed with the weights of step 1; experts as
-                 the engine chose them. The folder that the run wrote is checked as by convert.py check
-    fp8          the folder in fp8 and back: the largest |a - b| / |a| of a quantised tensor; the others are the same, bit for bit
+                 |logp - rollout_logp| of the tokens of step 2, which the engine computed with the weights of step 1; experts
+                 as the engine chose them. The folder that the run wrote is checked as by convert.py check
+    fp8          the folder in fp8 and back: the largest |a - b| / |a| of a quantised tensor; the others bit for bit the same
 
 Left out on purpose: layouts of several processes (tests/test_families.py has them all), GPUs.
 """
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 LOG_PROB, FP8 = 1e-4, 0.03                   # bounds; fp8: 3 mantissa bits, see tests/test_fp8.py
 FOR_ENGINE = dict(vocab_size=64, max_position_embeddings=512, pad_token_id=0)    # the tokenizer has an id for each character
 FOR_ENGINE_TOO = {                           # config class -> what else SGLang needs
-    "DeepseekV3Config": dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid"),  # transformers knows none of them
+    "DeepseekV3Config": dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid"),  # transformers knows none
     "Qwen3MoeConfig": dict(mlp_only_layers=[])}  # it gives every layer experts, whatever this says
 # What a MiMo checkpoint brings along; SGLang executes it when it may (trust_remote_code).
 MIMO = "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
@@ -141,7 +141,7 @@ def one_family(family: str, folder: pathlib.Path) -> dict[str, str]:
             cells[name] = cell(family, folder / "model")
         except Exception as e:               # whatever it is, it is this cell's, and the other cells are to be seen too
             print(f"{family}, {name}: {type(e).__name__}: {e}", file=sys.stderr)
-            cells[name] = "FAIL " + str(e).split("\n")[0][:60]
+            cells[name] = "FAIL " + ([line for line in str(e).split("\n") if "Error: " in line] or [str(e)])[-1][:80]
         print(f"{family:12} {name:12} {cells[name]:24} {time.perf_counter() - begin:6.1f} s", flush=True)
     return cells
 
