@@ -253,7 +253,8 @@ class Engine:
     def start(self, timeout_s: float, meet: str | None = None) -> str:
         """Start the server and wait until it can generate -> its URL (of other nodes than the first it only says: I am up)."""
         host, port = self.address().split(":")
-        env = dict(SGLANG_TIMEOUT_KEEP_ALIVE="3600",     # NOTE: 5 s by default, and the router's requests that start in just
+        env = dict(NANOSLIME_ENGINE_MODEL=str(self.args["model_path"]),  # for mend.py, which SGLang's processes call
+                   SGLANG_TIMEOUT_KEEP_ALIVE="3600",     # NOTE: 5 s by default, and the router's requests that start in just
                    #                               the moment when their idle connections are closed all fail
                    SGLANG_HEALTH_CHECK_TIMEOUT="3600",   # who asks says how long he waits; 20 s would kill a busy CPU engine
                    NCCL_CUMEM_ENABLE="0",        # NOTE: as in the trainers, or the weight-update group hangs for ever

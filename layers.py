@@ -270,7 +270,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: f
         value = F.pad(value, (0, query.shape[-1] - width))
     if has_flash4():
         from flash_attn.cute import flash_attn_varlen_func
-        out, _ = flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, causal=True,
+        names = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths))
+        out, _ = flash_attn_varlen_func(query, key, value, **names, softmax_scale=scale, causal=True,
                                         deterministic=torch.are_deterministic_algorithms_enabled())
     else:
         from torch.nn.attention.varlen import varlen_attn

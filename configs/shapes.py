@@ -61,39 +61,45 @@ PUBLISHED = {f"Qwen/Qwen3-{size.upper()}": qwen3(size) for size in QWEN3} | {
 PUBLISHED["zai-org/GLM-Z1-9B-0414"] = PUBLISHED["zai-org/GLM-4-9B-0414"]
 
 
-def write_random_qwen3(folder: str, size: str) -> None:
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    words = ["<pad>", "<eos>", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    values = {key: value for key, value in qwen3(size).items() if key != "model_type"}
-    config = Qwen3Config(**values, max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = Qwen3ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
+# What SGLang reads of a DeepSeek's config.json and transformers does not write.
+ROUTER = dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True)
 
 
-def qwen3_0p6b(folder: str) -> None:
-    write_random_qwen3(folder, "0.6b")
+def random_model(name: str, **changes):
+    """-> a function for hf_checkpoint: writes a random model with the shape of PUBLISHED[name], but for the changes."""
+    values = PUBLISHED[name] | changes
+
+    def write(folder: str) -> None:
+        import json
+        import pathlib
+
+        import torch
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+        words = ["<pad>", "<eos>", *map(chr, range(32, 127))]
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+        config = AutoConfig.for_model(**values, max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            torch.set_default_dtype(torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config)
+            torch.set_default_dtype(torch.float32)
+        model.save_pretrained(folder)
+        if values["model_type"] == "deepseek_v3":
+            path = pathlib.Path(folder) / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | ROUTER))
+    write.published = f"{name} {changes}" if changes else name           # so that sizes.py knows the shape
+    PUBLISHED[write.published] = values
+    return write
 
 
-def qwen3_1p7b(folder: str) -> None:
-    write_random_qwen3(folder, "1.7b")
-
-
-def qwen3_4b(folder: str) -> None:
-    write_random_qwen3(folder, "4b")
-
-
-def qwen3_8b(folder: str) -> None:
-    write_random_qwen3(folder, "8b")
-
-
-for _size, _write in zip(QWEN3, (qwen3_0p6b, qwen3_1p7b, qwen3_4b, qwen3_8b)):
-    _write.published = f"Qwen/Qwen3-{_size.upper()}"   # so that plan.py knows the shape
+qwen3_0p6b, qwen3_1p7b, qwen3_4b, qwen3_8b = (random_model(f"Qwen/Qwen3-{size.upper()}") for size in QWEN3)
+# Small ones with the parts of large models in their real widths: a quick look at what a family does on a GPU.
+_FEW = dict(vocab_size=32768, num_hidden_layers=3)
+few_glm4 = random_model("zai-org/GLM-4-9B-0414", **_FEW)
+few_qwen3_moe = random_model("Qwen/Qwen3-30B-A3B", **_FEW)
+few_glm4_moe = random_model("zai-org/GLM-4.5", **_FEW, n_routed_experts=32, first_k_dense_replace=1)
+few_deepseek_v3 = random_model("deepseek-ai/DeepSeek-V3", **_FEW, n_routed_experts=32, first_k_dense_replace=1)
+few_moonlight = random_model("moonshotai/Moonlight-16B-A3B-Instruct", **_FEW)

@@ -20,6 +20,7 @@ from engines import free_port
 from helpers import run_workers
 from test_model import CLIP, COMMON, Rank, ask_transformers, make_samples, write_random
 
+pytestmark = pytest.mark.timeout(1500)       # all layouts run in one fixture
 SIZES = dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=1)
 SIGMOID = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_shared_experts=1,
@@ -55,13 +56,16 @@ def layout(tp=1, pp=1, cp=1, ep=1, etp=1, vpp=None, dp=1, **more):
 
 UNEVEN = dict(num_layers_in_first_pipeline_stage=1)
 LAYOUTS = {
-    "1 process": layout(), "tp 2": layout(tp=2), "pp 2": layout(pp=2), "pp 2, uneven": layout(pp=2, megatron=UNEVEN),
+    "tp 2 x pp 2": layout(tp=2, pp=2), "1 process": layout(), "tp 2": layout(tp=2), "pp 2": layout(pp=2), "pp 2, uneven": layout(pp=2, megatron=UNEVEN),
     "vpp": layout(pp=2, vpp=2), "cp 2": layout(cp=2), "ep 2": layout(ep=2, dp=2), "etp 2": layout(tp=2, etp=2),
     "tp 2 x ep 2": layout(tp=2, ep=2, dp=2), "cp 2 x ep 2": layout(cp=2, ep=2),
-    "tp 2 x pp 2": layout(tp=2, pp=2), "cp 4": layout(cp=4), "tp 2 x cp 2": layout(tp=2, cp=2), "ep 4": layout(ep=4, dp=2, tp=2),
+    "cp 4": layout(cp=4), "tp 2 x cp 2": layout(tp=2, cp=2), "ep 4": layout(ep=4, dp=2, tp=2),
     "ep 2 x etp 2": layout(ep=2, etp=2, tp=2, dp=2), "vpp x ep 2": layout(pp=2, vpp=2, ep=2, dp=2),
     "cp 2 x pp 2 x ep 2": layout(cp=2, pp=2, ep=2)}
-WITH_EXPERTS = {name for name in LAYOUTS if "e" in name.replace("process", "").replace("uneven", "")}   # ep, etp
+WITH_EXPERTS = {name for name, (_, settings) in LAYOUTS.items()
+                if settings["expert_model_parallel_size"] * settings["expert_tensor_parallel_size"] > 1}
+EVERY = {"1 process", "tp 2", "pp 2", "ep 2", "tp 2 x pp 2"}     # of these layouts each family goes through; the others differ in
+FEW = {"qwen3", "glm4", "qwen3_moe", "deepseek_v3"}              # what these four differ in
 STEPS = 2
 
 
@@ -90,7 +94,7 @@ def one_layout(rank, world, port, settings, name, job):
     r = Rank(rank, world, port, settings, job)
     out, box = {}, [free_port("127.0.0.1")]
     for family in FAMILIES:
-        if name in WITH_EXPERTS and family not in EXPERTS:
+        if (name in WITH_EXPERTS and family not in EXPERTS) or (name not in EVERY and family not in FEW):
             continue
         out[family] = one_family(r, family, name, job)
     torch.distributed.broadcast_object_list(box)         # where to meet next
@@ -121,14 +125,11 @@ def one_family(r, family, name, job) -> dict:
 
     m = r.model(family, clip_grad=CLIP)
     out["steps"] = [r.step(m, r.batches(m, family)) for _ in range(STEPS)]
-    own = job["root"] / f"{family} {name}"
-    m.save(own, {"step": STEPS})
+    m.save(job["root"] / f"{family} {name}", {"step": STEPS})
     out["next"] = r.step(m, r.batches(m, family))
-    for which in dict.fromkeys((name, "tp 2 x ep 2" if family in EXPERTS else "tp 2 x pp 2")):    # which were run first
-        if not (job["root"] / f"{family} {which}").exists(): continue
-        m = r.model(family, clip_grad=CLIP)
-        m.load(job["root"] / f"{family} {which}")
-        out[f"loaded {which}"] = r.step(m, r.batches(m, family))
+    m = r.model(family, clip_grad=CLIP)
+    m.load(job["root"] / f"{family} tp 2 x pp 2")        # which was run first
+    out["loaded"] = r.step(m, r.batches(m, family))
     return out
 
 
@@ -137,7 +138,7 @@ def one_family(r, family, name, job) -> dict:
 def results(job):
     """layout -> family -> what came out, of each rank"""
     out = {}
-    for world in (4, 1, 2):                  # 4 first: the others read checkpoints of tp 2 x ep 2 and of tp 2 x pp 2
+    for world in (4, 2, 1):                  # 4 first: all of them load the checkpoint of tp 2 x pp 2
         layouts = {name: settings for name, (processes, settings) in LAYOUTS.items() if processes == world}
         ranks = run_workers(work, world, layouts, job, limit_s=900)
         out |= {name: [rank[name] for rank in ranks] for name in layouts}
@@ -187,8 +188,7 @@ def test_every_layout_trains_alike(results):
 
 def test_a_checkpoint_resumes_under_another_layout(results):
     def cell(out, family):
-        loaded = [value for key, value in out.items() if key.startswith("loaded")]
-        return max(difference([one], [out["next"]]) for one in loaded)
+        return difference([out["loaded"]], [out["next"]])
     assert table(results, cell) < 1e-5
 
 
