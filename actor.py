@@ -143,8 +143,8 @@ class TrainActor:
         else reads the old log-probs. The actor's first step does not save it: that two passes over the same tokens agree
         (ppo_kl = 0) is a check of everything in between."""
         cfg = self.cfg
-        reads = cfg.kl_coef or cfg.use_opd or cfg.use_routing_replay or cfg.custom_advantage_function or cfg.custom_loss_function
-        return optimizer_steps > 1 or step == cfg.num_critic_only_steps or bool(reads)
+        reads = (cfg.kl_coef, cfg.use_opd, cfg.use_routing_replay, cfg.custom_advantage_function, cfg.custom_loss_function)
+        return optimizer_steps > 1 or step == cfg.num_critic_only_steps or any(reads)
 
     def add_outputs(self, data: dict, steps: list, key: str) -> None:
         """data[key] = log-probs (a critic's: values) under the weights now in the model, per sample. Only the last pipeline
