@@ -47,24 +47,35 @@ class CheckpointReader:
             # Layers that are all alike are one tensor with the layers in front: "decoder.layers.mlp..." [L, ...]
             stacked = re.match(r"decoder\.layers\.(?!\d)", key)
             for i in range(size[0]) if stacked else [None]:
-                name = key.replace("decoder.layers.", f"decoder.layers.{i}.", 1) if stacked else key
+                name, place = (key, ()) if i is None else (key.replace("layers.", f"layers.{i}.", 1), (i,))
                 try:
                     rule, _ = find_rule(hf_config, name)
                     if rule.load_only:       # a tied one is stored once, under the embedding's name
                         raise KeyError("these embeddings are not tied")
-                    tensors = to_hf(hf_config, name, [self.read(key, size, i, meta)])
+                    if not rule.of_experts:
+                        yield from to_hf(hf_config, name, [self.read(key, place, size[len(place):], meta)])
+                        continue
+                    # [E, 2, F, H] or [E, H, F]; as many experts at a time as a rank had
+                    for first, count in self.pieces(key, len(place)):
+                        some = self.read(key, (*place, first), (count, *size[len(place) + 1:]), meta)
+                        for e, one in enumerate(some, first):                                     # [2, F, H] or [H, F]
+                            yield from to_hf(hf_config, name, [one.flatten(0, -2)], expert=e)
                 except (KeyError, RuntimeError) as e:    # no rule; a shape that cannot be taken apart
                     raise ValueError(f"{self.folder} is a checkpoint of another model: {name} {list(size)}: {e.args[0]}; give "
                                      "the Hugging Face folder that its run began with") from e
-                yield from tensors
 
-    def read(self, key: str, size: tuple[int, ...], layer: int | None, meta: bool) -> Tensor:
-        """One tensor, or one layer's part of it."""
+    def pieces(self, key: str, axis: int) -> list[tuple[int, int]]:
+        """(first, how many) along this axis of each stored piece; a smaller part of one cannot be read without all of it."""
+        return sorted({(chunk.offsets[axis], chunk.sizes[axis]) for chunk in self.table.state_dict_metadata[key].chunks})
+
+    def read(self, key: str, place: tuple[int, ...], shape: tuple[int, ...], meta: bool) -> Tensor:
+        """Of one stored tensor, the part of this shape that begins at `place` (of the leading axes; the others are whole)."""
         from torch.distributed.checkpoint import LoadPlan
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
         stored = self.table.state_dict_metadata[key]
-        begin, part = ([layer] + [0] * (len(size) - 1), [1, *size[1:]]) if layer is not None else ([0] * len(size), size)
+        axes = len(stored.size)
+        begin, part = (*place, *[0] * (axes - len(place))), (*[1] * (axes - len(shape)), *shape)
         out = torch.empty(part, dtype=stored.properties.dtype, device="meta" if meta else "cpu")
         if not meta:
             chunk = ChunkStorageMetadata(torch.Size(begin), torch.Size(part))
@@ -73,7 +84,7 @@ class CheckpointReader:
             if filled != out.numel():
                 raise ValueError(f"{self.folder}: {filled} of {out.numel()} numbers of {key} are there; copy it again")
             self.reader.read_data(LoadPlan(items), Into(out))
-        return out if layer is None else out[0]
+        return out.view(shape)
 
 
 class Into:
@@ -107,9 +118,7 @@ def one_process_model(folder, trainable: bool = False):
 
 def our_log_probs(folder, tokens: Tensor) -> Tensor:
     """Our log-prob of each token after the first, in fp32 on the CPU. [T] -> [T - 1]"""
-    import buffer
-
     n = len(tokens) - 1
     data = {"tokens": [tokens], "response_lengths": [n], "loss_masks": [torch.ones(n)], "loss_weights": [torch.ones(n)]}
     model = one_process_model(folder)
-    return model.forward_only([buffer.pack(data, [0], model.pad_to)])[0]
+    return model.forward_only([model.pack(data, [0])])[0]

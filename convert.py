@@ -33,15 +33,16 @@ import torch
 from torch import Tensor
 
 import fp8
-from families import (ALIASES, check_policy, check_tp, family, has_value_head, hf_names, ignorable, lookup,
-                      value_config)
+from families import (ALIASES, HANDLED, carried, check_policy, check_tp, family, has_value_head, hf_names, ignorable,
+                      lookup, value_config)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders
 
-# What makes a model folder besides the weights. save_hf carries these over; code (*.py) and other files stay behind.
+# What makes a model folder besides the weights. save_hf carries these over; other files stay behind. Code (*.py) is what
+# config.json's auto_map names, without which nobody can load a MiMo or a Kimi K2: it is copied, never run here.
 SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-               "vocab.*", "merges.txt", "chat_template*", "*.tiktoken"]
+               "vocab.*", "merges.txt", "chat_template*", "*tiktoken*", "*.py"]
 INDEX = "model.safetensors.index.json"
 
 
@@ -125,12 +126,13 @@ class HFReader:
         # Every weight is accounted for: nothing missing, nothing unused.
         expected = hf_names(self.hf_config)
         self.scales = {n for n in self.where if self.fp8 and n.endswith(fp8.SUFFIX)}
-        unknown = [n for n in self.where if n not in expected | self.scales and not ignorable(self.hf_config, n)]
+        self.carried = [n for n in self.where if carried(self.hf_config, n) and n not in self.scales]
+        known = expected | self.scales | set(self.carried)
+        unknown = [n for n in self.where if n not in known and not ignorable(self.hf_config, n)]
         for what, names in (("lacks", expected - self.where.keys()), ("has unknown tensors", unknown)):
             if names:
                 raise ValueError(f"{self.folder} {what}: {some(names)}; give a complete {self.hf_config.model_type} "
                                  "causal language model with the config.json that was saved with it")
-
         self._check_scales()
 
     def __call__(self, name: str) -> Tensor:
@@ -140,6 +142,14 @@ class HFReader:
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the whole model, one at a time."""
         return ((name, self(name)) for name in self.names())
+
+    def carried_items(self, to_fp8: bool) -> Iterator[tuple[str, Tensor]]:
+        """What a folder written from this one holds beside the model (families.carried). fp8 stays as stored, bit for bit."""
+        for name in self.carried:
+            if to_fp8 and name + fp8.SUFFIX in self.scales:
+                yield from ((stored, self._stored(stored)) for stored in (name, name + fp8.SUFFIX))
+            else:
+                yield from fp8.quantize_stream([(name, self(name))]) if to_fp8 else [(name, self(name))]
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
         """(shape, "BF16", "F32", "F8_E4M3", ...) as stored."""
@@ -152,7 +162,8 @@ class HFReader:
 
     def names(self) -> list[str]:
         """The names to be used: exactly hf_names(hf_config), in the order of the files."""
-        return [name for name in self.where if name not in self.scales and not ignorable(self.hf_config, name)]
+        beside = self.scales | set(self.carried)
+        return [name for name in self.where if name not in beside and not ignorable(self.hf_config, name)]
 
     def _stored(self, name: str) -> Tensor:
         return self.files[self.where[name]].get_tensor(name)
@@ -160,7 +171,7 @@ class HFReader:
     def _check_scales(self):
         """Every fp8 tensor has a scale of the right shape, and every scale its tensor."""
         wrong = []
-        for name in self.names():
+        for name in self.names() + self.carried:
             (shape, dtype), scale = self.header(name), name + fp8.SUFFIX
             want = tuple(-(-size // fp8.BLOCK) for size in shape) if dtype.startswith("F8") else None
             have = self.header(scale)[0] if scale in self.scales else None
@@ -202,9 +213,9 @@ def save_hf(path, source_path, hf_config, tensors: Iterable[tuple[str, Tensor]],
     """Write an HF folder from a stream of (name, tensor), any device. Call it on one process.
 
     Holds at most one shard of `max_shard_bytes` in host memory (or one tensor, if larger). Config and tokenizer files
-    come from `source_path`; float8 tensors with their scales (fp8.quantize_stream) make it an fp8 folder. Everything is
-    written into `path`.tmp and renamed at the end, so that a kill never leaves half a checkpoint under the final name. An
-    older checkpoint there is replaced; any other folder is refused.
+    come from `source_path`, and what it carries beside the model (families.carried); float8 tensors with their scales
+    (fp8.quantize_stream) make it an fp8 folder. Everything is written into `path`.tmp and renamed at the end, so that a kill
+    never leaves half a checkpoint under the final name. An older checkpoint there is replaced; any other folder is refused.
     """
     path, source = Path(path).absolute(), model_folder(source_path, SMALL_FILES)
     if path.resolve() == source.resolve() or (path.exists() and not (path / "config.json").is_file()):
@@ -216,6 +227,8 @@ def save_hf(path, source_path, hf_config, tensors: Iterable[tuple[str, Tensor]],
     shutil.rmtree(old, ignore_errors=True)
     tmp.mkdir(parents=True)
     try:
+        if carried(hf_config, f"model.layers.{hf_config.num_hidden_layers}.") and not has_value_head(hf_config):
+            tensors = with_carried(tensors, HFReader(source_path))
         dtypes = write_shards(tmp, hf_config, tensors, max_shard_bytes)
         copy_small_files(source, tmp, dtypes, hf_config)
         if path.exists():  # a rename cannot replace a folder with files in it
@@ -224,6 +237,15 @@ def save_hf(path, source_path, hf_config, tensors: Iterable[tuple[str, Tensor]],
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def with_carried(tensors, source: HFReader) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors, and behind them what the source carries."""
+    to_fp8 = False
+    for name, tensor in tensors:
+        to_fp8 |= tensor.dtype == torch.float8_e4m3fn
+        yield name, tensor
+    yield from source.carried_items(to_fp8)
 
 
 def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype]:
@@ -243,7 +265,9 @@ def write_shards(folder, hf_config, tensors, max_shard_bytes) -> set[torch.dtype
         held_bytes, total_bytes, weight_map[name] = held_bytes + nbytes, total_bytes + nbytes, n
         if tensor.dtype == torch.float8_e4m3fn:
             expected.add(name + fp8.SUFFIX)
-        if not name.endswith(fp8.SUFFIX):
+        if carried(hf_config, name):
+            expected.add(name)
+        elif not name.endswith(fp8.SUFFIX):
             dtypes.add(tensor.dtype)
     save_file(held, folder / f"{n}.part", metadata={"format": "pt"})
 
@@ -357,11 +381,14 @@ def check(folder) -> str:
     hf_config, names = reader.hf_config, reader.names()
     check_shapes(reader)
     dtypes = "/".join(sorted({reader.header(name)[1] for name in names}))  # "BF16", "F32", "F8_E4M3"
-    tied, ignored = "tied" if hf_config.tie_word_embeddings else "untied", len(reader.where) - len(names) - len(reader.scales)
+    tied = "tied" if hf_config.tie_word_embeddings else "untied"
+    ignored = len(reader.where) - len(names) - len(reader.scales) - len(reader.carried)
     return (f"family      {hf_config.model_type}: {hf_config.num_hidden_layers} layers, {tied} embeddings\n"
             f"parameters  {reader.num_parameters():,} in {dtypes}\n"
             f"tensors     {len(names)} in {len(reader.files)} file(s): all covered, shapes right; {ignored} ignored"
-            + f"\nscales      {len(reader.scales)}, one of each fp8 tensor" * reader.fp8)
+            + f"\nscales      {len(reader.scales)}, one of each fp8 tensor" * reader.fp8
+            + f"\nbeside      {len(reader.carried)} carried: layers that predict further tokens, not trained"
+            * bool(reader.carried))
 
 
 def check_shapes(reader: HFReader):
@@ -371,7 +398,10 @@ def check_shapes(reader: HFReader):
     hf_config = plain(reader.hf_config)
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(hf_config).state_dict()
-    shapes = {name: tuple(t.shape) for name, t in state.items() if not ignorable(hf_config, name)}
+    shapes = {}
+    for name, t in state.items():
+        if not ignorable(hf_config, name):
+            shapes |= stored_as(name, tuple(t.shape))
     odd = shapes.keys() ^ hf_names(hf_config)
     assert not odd, f"the {hf_config.model_type} table and transformers differ: {some(odd)}; fix the table"
     wrong = [f"{name} {found} instead of {shape}" for name, shape in shapes.items()
@@ -379,6 +409,17 @@ def check_shapes(reader: HFReader):
     if wrong:
         raise ValueError(f"{reader.folder} has tensors of another shape than its config.json implies: {some(wrong)}; "
                          "give the config.json that was saved with these weights")
+
+
+def stored_as(name: str, size: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """transformers' parameter -> the checkpoint's tensors and their shapes, in the order in which they lie in it. Its model
+    keeps a layer's experts in two: gate_up_proj [E, 2F, H] and down_proj [E, H, F]."""
+    layer, _, which = name.partition(".experts.")
+    if which not in ("gate_up_proj", "down_proj"):
+        return {name: size}
+    parts = ("gate", "up") if which == "gate_up_proj" else ("down",)
+    rows = size[1] // len(parts)
+    return {f"{layer}.experts.{e}.{part}_proj.weight": (rows, size[2]) for e in range(size[0]) for part in parts}
 
 
 def plain(hf_config):
@@ -394,15 +435,19 @@ def compare(folder, other) -> str:
     if set(a.names()) != set(b.names()):
         raise ValueError(f"{folder} and {other} are not the same model: only one has "
                          f"{some(set(a.names()) ^ set(b.names()))}; compare a model with its own conversion")
+    beside = set(a.carried) & set(b.carried)
+    names = a.names() + sorted(beside)
     differ, most = 0, (0.0, 0.0, "")         # (relative, absolute, name)
-    for name in shown(a.names(), len(a.names()), "compared"):
+    for name in shown(names, len(names), "compared"):
         x, y = a(name).float(), b(name).float()
         if x.shape != y.shape:
             raise ValueError(f"{name} is {list(x.shape)} in {folder}, {list(y.shape)} in {other}: not the same model")
         if not torch.equal(x, y):            # NaN too
             relative = ((x - y).norm() / x.norm().clamp(min=1e-30)).nan_to_num(torch.inf).item()
             differ, most = differ + 1, max(most, (relative, (x - y).abs().max().item(), name))
-    lines = [f"tensors     {len(a.names())} compared, {differ} differ"]
+    lines = [f"tensors     {len(names)} compared, {differ} differ"]
+    if alone := {*a.carried, *b.carried} - beside:
+        lines.append(f"beside      only one of them carries {some(alone)}")
     if differ:
         lines.append(f"most        {most[2]}: |a - b| / |a| = {most[0]:.2e}, largest |a - b| = {most[1]:.2e}")
     if differ and a.fp8 != b.fp8:
@@ -418,9 +463,11 @@ def hf_log_probs(folder, tokens: Tensor) -> Tensor:
     reader = HFReader(folder)
     if reader.fp8:                           # the formula is transformers', the weights are ours: see the NOTE in fp8.py
         model = AutoModelForCausalLM.from_config(plain(reader.hf_config), dtype=torch.float32).eval()
-        model.load_state_dict(dict(reader.items()), strict=False)        # all is there; a tied output layer is no parameter
+        for name, t in model.state_dict().items():
+            if not ignorable(reader.hf_config, name):
+                t.copy_(torch.cat([reader(stored) for stored in stored_as(name, tuple(t.shape))]).view(t.shape))
     else:
-        model = AutoModelForCausalLM.from_pretrained(reader.folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(reader.folder, config=reader.hf_config, dtype=torch.float32)
     return model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 

@@ -21,8 +21,9 @@ SUFFIX = "_scale_inv"                        # of the scale's name, after the we
 # What config.json says of such a folder. transformers would turn an untied output layer into fp8 too; SGLang never does.
 QUANTIZATION_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                        "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": ["lm_head"]}
-# Every projection of a layer. Not: embeddings, norms, biases, routers (mlp.gate), and eh_proj of DeepSeek's extra layer.
-QUANTIZED = re.compile(r"model\.layers\.\d+\..*(?<!\.eh)(_proj|kv_a_proj_with_mqa)\.weight")
+# Every projection of a layer. Not: embeddings, norms, biases, routers (mlp.gate), and what puts token and state together in an
+# extra layer: eh_proj of DeepSeek's and GLM's, input_proj of MiMo's.
+QUANTIZED = re.compile(r"model\.(mtp_)?layers\.\d+\..*(?<!\.eh)(?<!\.input)(_proj|kv_a_proj_with_mqa)\.weight")
 
 
 # ---- One matrix ------------------------------------------------------------------------------------------------------

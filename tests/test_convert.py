@@ -3,7 +3,8 @@ test_convert.py: convert.py against transformers' own checkpoints and Megatron's
 
     tiny HF model --save_pretrained--> folder --convert--> shards --convert--> folder --from_pretrained--> equal?
 
-Run:   pytest tests/test_convert.py       CPU only, no network, about 20 s (most of it imports)
+Run:   pytest tests/test_convert.py       CPU only, no network, about 60 s (most of it imports)
+Left out on purpose: shards of families with experts under each layout, which tests/test_families.py goes through.
 The vocabulary of 101 is odd on purpose: padding is exercised at every TP size.
 """
 
@@ -19,7 +20,9 @@ import torch
 
 import convert
 import families
+import fp8
 import helpers
+import test_families
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = dict(vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -540,12 +543,14 @@ def test_a_killed_conversion_leaves_nothing_under_the_name(folders, tmp_path):
 # ---- Megatron checkpoints -------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(rank, world, port, folder, out, changes):
+def save_checkpoints(rank, world, port, outs, changes):
+    """outs: {model folder: its checkpoint}"""
     import model
 
-    cfg = helpers.make_cfg(actor_num_gpus=world, **changes)
+    cfg = helpers.make_cfg(actor_num_gpus=world, tensor_model_parallel_size=2, **changes)
     grid = model.init_distributed(cfg, rank, world, "127.0.0.1", port)
-    model.MegatronModel(cfg, grid, folder, 1).save(Path(out), {"step": 0})
+    for folder, out in outs.items():
+        model.MegatronModel(cfg, grid, folder, 1).save(Path(out), {"step": 0})
 
 
 def load_checkpoint(rank, world, port, folder, other, checkpoint):
@@ -562,10 +567,21 @@ def load_checkpoint(rank, world, port, folder, other, checkpoint):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(folders, tmp_path_factory):
+def tiny(tmp_path_factory):
+    """A folder per family of test_families.py."""
+    root = tmp_path_factory.mktemp("families")
+    for name in test_families.FAMILIES:
+        test_families.write(name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folders, tiny, tmp_path_factory):
     """Of a model with a padded vocabulary and pieces of two ranks, sent through the trainers' own save."""
     out = tmp_path_factory.mktemp("checkpoint") / "iter_0000000"
-    helpers.run_workers(save_checkpoint, 2, str(folders / "qwen2"), str(out), dict(tensor_model_parallel_size=2), limit_s=300)
+    dense = test_families.FAMILIES.keys() - test_families.EXPERTS
+    outs = {str(tiny / name): str(tiny / f"{name} checkpoint") for name in dense}      # for the tests at the end of the file
+    helpers.run_workers(save_checkpoints, 2, {str(folders / "qwen2"): str(out)} | outs, {}, limit_s=300)
     return out
 
 
@@ -617,3 +633,148 @@ def test_hf_to_megatron_loads_under_another_layout(folders, tmp_path):
     (tmp_path / "notes").mkdir()
     with pytest.raises(ValueError, match="is not a Megatron checkpoint, so it is not replaced; give another path"):
         convert.hf_to_megatron(folders / "qwen3", tmp_path / "notes")
+
+
+# ---- All families: experts, latent attention, layers that predict further tokens ----------------------------------------
+
+
+def edit(folder, to, tensors=lambda t: t, **config) -> Path:
+    """A copy with other tensors and keys in config.json."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, to)
+    save_file(tensors(load_file(to / "model.safetensors")), to / "model.safetensors", metadata={"format": "pt"})
+    (to / "config.json").write_text(json.dumps(json.loads((to / "config.json").read_text()) | config))
+    return to
+
+
+@pytest.mark.parametrize("name", test_families.FAMILIES)
+def test_check_accounts_for_every_family(tiny, tmp_path, name):
+    reader = convert.HFReader(tiny / name)
+    assert f"tensors     {len(families.hf_names(reader.hf_config))} in 1 file(s): all covered" in convert.check(tiny / name)
+    size = "moe_intermediate_size" if name in test_families.EXPERTS else "intermediate_size"
+    wrong = edit(tiny / name, tmp_path / "wrong", **{size: 40})
+    with pytest.raises(ValueError, match="down_proj.weight .*instead of .*, 40.; give|down_proj.weight .* and .* more; give"):
+        convert.check(wrong)
+
+
+@pytest.mark.parametrize("name", sorted(test_families.EXPERTS | {"mimo", "glm4"}))
+def test_transformers_computes_with_an_fp8_folder_of_every_family(tiny, tmp_path, name):
+    """Its model is filled by us there (experts stacked, other names), and by itself from the same numbers in bf16."""
+    tokens = torch.randint(101, (20,), generator=torch.Generator().manual_seed(0))
+    convert.requantize(tiny / name, tmp_path / "fp8", to_fp8=True)
+    convert.requantize(tmp_path / "fp8", tmp_path / "plain", to_fp8=False)
+    ours, theirs, exact = (convert.hf_log_probs(folder, tokens) for folder in (tmp_path / "fp8", tmp_path / "plain", tiny / name))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    assert (theirs - exact).abs().max() > 1e-3                               # fp8 shows, so it was not the same folder
+
+
+def written_from(root, name) -> str:
+    """The checkpoint against the folder it was made of."""
+    convert.megatron_to_hf(root / f"{name} checkpoint", root / f"{name} back", root / name)
+    return convert.compare(root / name, root / f"{name} back")
+
+
+@pytest.mark.parametrize("name", sorted(test_families.FAMILIES.keys() - test_families.EXPERTS))
+def test_megatron_checkpoint_of_every_dense_family(tiny, checkpoint, name):
+    assert f"{len(convert.HFReader(tiny / name).names())} compared, 0 differ" in written_from(tiny, name)
+
+
+def test_megatron_checkpoint_of_every_family_with_experts(tiny, monkeypatch):
+    """Written by two ranks, which have half of the heads, of the vocabulary and of the experts each."""
+    import checkpoints
+
+    outs = {str(tiny / name): str(tiny / f"{name} checkpoint") for name in test_families.EXPERTS}
+    helpers.run_workers(save_checkpoints, 2, outs, dict(expert_model_parallel_size=2), limit_s=300)
+    for name in test_families.EXPERTS:
+        assert f"{len(convert.HFReader(tiny / name).names())} compared, 0 differ" in written_from(tiny, name), name
+    sizes, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: sizes.append(empty(*a, **kw)) or sizes[-1])
+    for _ in checkpoints.CheckpointReader(outs[str(tiny / "qwen3_moe")]).hf_tensors(convert.load_hf_config(tiny / "qwen3_moe")):
+        pass
+    assert max(t.numel() for t in sizes) == 4 * 2 * 16 * 32                  # memory: one rank's four of the eight experts
+
+
+def test_what_comes_along_with_a_folder(tiny, tmp_path):
+    """Keys that SGLang asks for and transformers drops; code and vocabularies that a published model brings."""
+    keys = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, auto_map={"AutoConfig": "configuration_x.X"})
+    source = edit(tiny / "kimi_k2", tmp_path / "source", **keys)
+    for name in ("configuration_x.py", "tiktoken.model", "notes.txt"):
+        (source / name).write_text("raise AssertionError('executed')")
+    reader = convert.HFReader(source)
+    convert.save_hf(tmp_path / "out", source, reader.hf_config, reader.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((source / "config.json").read_text()) and config["model_type"] == "kimi_k2"
+    assert keys.items() <= config.items()
+    assert {p.name for p in source.iterdir()} - {p.name for p in (tmp_path / "out").iterdir()} == {"notes.txt"}
+
+
+EXTRA = {  # of one more layer: published name -> size
+    "deepseek_v3": {f"model.layers.4.{name}": size for name, size in {
+        "eh_proj.weight": (32, 64), "enorm.weight": (32,), "self_attn.q_a_proj.weight": (20, 32), "mlp.gate.weight": (8, 32),
+        "mlp.experts.7.up_proj.weight": (16, 32), "shared_head.head.weight": (101, 32), "embed_tokens.weight": (101, 32)}.items()},
+    "glm4_moe": {f"model.layers.4.{name}": size for name, size in {
+        "eh_proj.weight": (32, 64), "self_attn.q_proj.bias": (64,), "mlp.shared_experts.up_proj.weight": (16, 32)}.items()},
+    "mimo": {f"model.mtp_layers.0.{name}": size for name, size in {
+        "input_proj.weight": (32, 64), "token_layernorm.weight": (32,), "self_attn.q_proj.weight": (32, 32)}.items()}}
+
+
+@pytest.fixture(params=EXTRA)
+def extra(request, tiny, tmp_path):
+    """-> folder with a layer that predicts further tokens, names of its tensors"""
+    g = torch.Generator().manual_seed(3)
+    more = {name: torch.randn(size, generator=g) for name, size in EXTRA[request.param].items()}
+    return edit(tiny / request.param, tmp_path / "extra", lambda t: t | more, num_nextn_predict_layers=1), set(more)
+
+
+def test_layers_that_are_carried(extra, tmp_path):
+    folder, names = extra
+    reader = convert.HFReader(folder)
+    assert set(reader.carried) == names and set(reader.names()) == families.hf_names(reader.hf_config)
+    assert f"{len(names)} carried: layers that predict further tokens, not trained" in convert.check(folder)
+    convert.save_hf(tmp_path / "out", folder, reader.hf_config, ((n, t.bfloat16()) for n, t in reader.items()), 20_000)
+    saved = convert.HFReader(tmp_path / "out")
+    assert set(saved.carried) == names and len(saved.files) > 2
+    for name in names:                       # neither the trained dtype nor a value of it
+        assert saved(name).dtype == torch.float32 and torch.equal(saved(name), reader(name)), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    changed = edit(folder, tmp_path / "changed", lambda t: t | {min(names): t[min(names)] + 1})
+    assert f"1 differ\nmost        {min(names)}: " in convert.compare(folder, changed)
+
+
+def test_layers_that_are_carried_may_be_missing_but_nothing_else_may_be_there(extra, tmp_path):
+    folder, names = extra
+    dropped = edit(folder, tmp_path / "dropped", lambda t: {n: t[n] for n in t if n not in names})   # as transformers saves it
+    reader = convert.HFReader(dropped)
+    assert not reader.carried and "carried" not in convert.check(dropped)
+    convert.save_hf(tmp_path / "out", dropped, reader.hf_config, reader.items())
+    assert set(convert.HFReader(tmp_path / "out").where) == set(reader.names())
+    assert "0 differ\nbeside      only one of them carries model." in convert.compare(folder, dropped)
+    for i, (more, config) in enumerate([({"model.layers.5.enorm.weight": torch.ones(32)}, {}), ({}, dict(num_nextn_predict_layers=0))]):
+        with pytest.raises(ValueError, match="unknown tensors: model"):
+            convert.HFReader(edit(folder, tmp_path / f"wrong{i}", lambda t: t | more, **config))
+    critic = families.value_config(reader.hf_config)                         # it drafts nothing
+    tensors = [(n, t) for n, t in convert.HFReader(folder).items() if n != "lm_head.weight"] + [("score.weight", torch.zeros(1, 32))]
+    convert.save_hf(tmp_path / "critic", folder, critic, tensors)
+    assert not convert.HFReader(tmp_path / "critic").carried
+
+
+def test_layers_that_are_carried_in_fp8(extra, tmp_path):
+    folder, names = extra
+    convert.requantize(folder, tmp_path / "fp8", to_fp8=True)
+    plain, small = convert.HFReader(folder), convert.HFReader(tmp_path / "fp8")
+    assert set(small.carried) == names
+    quantised = {name for name in names if small.header(name)[1] == "F8_E4M3"}
+    assert quantised == {name for name in names if fp8.is_quantized(name, plain(name))} and 0 < len(quantised) < len(names)
+    assert all(torch.equal(small(name), plain(name)) for name in names - quantised)
+    # Other weights from the fp8 folder: those of the extra layer are as stored, or as they are when multiplied out.
+    convert.save_hf(tmp_path / "again", tmp_path / "fp8", small.hf_config, fp8.quantize_stream((n, -t) for n, t in small.items()))
+    convert.save_hf(tmp_path / "wide", tmp_path / "fp8", small.hf_config, small.items())
+    again, wide = convert.HFReader(tmp_path / "again"), convert.HFReader(tmp_path / "wide")
+    for name in quantised:
+        for stored in (name, name + fp8.SUFFIX):
+            assert torch.equal(again._stored(stored).view(torch.uint8), small._stored(stored).view(torch.uint8))
+        assert wide(name).dtype == torch.bfloat16 and torch.equal(wide(name), small(name))
+    assert set(wide.carried) == names and not wide.scales
+    with pytest.raises(ValueError, match="scales do not match: "):
+        convert.HFReader(edit(tmp_path / "fp8", tmp_path / "bad", lambda t: {n: t[n] for n in t if n != min(quantised) + fp8.SUFFIX}))

@@ -81,27 +81,53 @@ def test_zeros_extremes_and_strides():
         assert torch.equal(a.float(), b.float()) and a.is_contiguous()
 
 
-def test_sglang_multiplies_the_same_numbers():
-    """Its formula, taken out of its source (the module itself wants a GPU's libraries): checksums need equal bits."""
+def sglang_formula():
+    """Taken out of its source: the module itself wants a GPU's libraries."""
     import importlib.util
     source = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt/layers/quantization/fp8_utils.py"
     tree = ast.parse(source.read_text())
     function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "block_quant_dequant")
     space = {"torch": torch, "List": list}
     exec(compile(ast.Module([function], []), str(source), "exec"), space)
+    return lambda q, scale: space["block_quant_dequant"](q, scale, [128, 128], torch.bfloat16)
+
+
+def test_sglang_multiplies_the_same_numbers():
+    """Checksums need equal bits."""
     q, scale = fp8.quantize_block(random_matrix((256, 384)))
-    theirs = space["block_quant_dequant"](q, scale, [128, 128], torch.bfloat16)
-    assert torch.equal(fp8.dequantize_block(q, scale), theirs)
+    assert torch.equal(fp8.dequantize_block(q, scale), sglang_formula()(q, scale))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_checksums_of_experts_are_those_of_sglang(tp):
+    """Its fused experts are w13 [E, 2F/tp, H] with scales [E, 2F/tp/128, H/128] (and w2 [E, H, F/tp]), and it hashes the product
+    in bf16: weight_checker.py's _build_quantized_set finds them, as their scale's name is theirs + "_scale_inv"."""
+    E, F, H, layer = 3, 256, 384, "model.layers.1.mlp.experts."
+    plain = {f"{layer}{e}.{part}_proj.weight": random_matrix((H, F) if part == "down" else (F, H), seed=10 * e + len(part))
+             for e in range(E) for part in ("gate", "up", "down")}
+    sent = dict(fp8.quantize_stream(plain.items()))
+    assert len(sent) == 2 * len(plain)
+    expected = weights_sync.expected_checksums(fp8.dequantized(sent), tp, 1, "cpu")
+    for rank in range(tp):
+        def held(parts, dim, what):          # this rank's half of each, one above the other, then expert upon expert
+            return torch.stack([torch.cat([sent[f"{layer}{e}.{part}_proj.weight{what}"].chunk(tp, dim)[rank] for part in parts])
+                                for e in range(E)])
+        for name, parts, dim in (("w13_weight", ("gate", "up"), 0), ("w2_weight", ("down",), 1)):
+            q, scale = (held(parts, dim, what) for what in ("", "_scale_inv"))
+            theirs = sglang_formula()(q, scale)
+            assert theirs.shape == ((E, 2 * F // tp, H) if dim == 0 else (E, H, F // tp)) and theirs.dtype == torch.bfloat16
+            assert expected[rank][layer + name] == weights_sync.checksum(theirs, "cpu"), (name, rank)
 
 
 @pytest.mark.parametrize("name, quantised", [
     ("self_attn.q_proj", True), ("mlp.experts.127.down_proj", True), ("mlp.shared_experts.up_proj", True),
     ("self_attn.kv_a_proj_with_mqa", True), ("self_attn.q_a_proj", True), ("mlp.gate_up_proj", True),
     ("mlp.gate", False), ("input_layernorm", False), ("self_attn.q_norm", False), ("mlp.shared_expert_gate", False),
-    ("eh_proj", False)])
+    ("eh_proj", False), ("input_proj", False)])
 def test_which_tensors(name, quantised):
     assert fp8.is_quantized(f"model.layers.3.{name}.weight", torch.zeros(2, 2)) == quantised
     assert not fp8.is_quantized(f"model.layers.3.{name}.bias", torch.zeros(2))
+    assert fp8.is_quantized("model.mtp_layers.0.mlp.up_proj.weight", torch.zeros(2, 2))
     for other in ("model.embed_tokens.weight", "lm_head.weight", "score.weight", "model.norm.weight"):
         assert not fp8.is_quantized(other, torch.zeros(2, 2))
 
