@@ -457,7 +457,20 @@ def serve_sglang(args: dict[str, Any]) -> None:
         multiprocessing.set_start_method = lambda method, force=False: None   # SGLang insists on "spawn"
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
+    if args.get("enable_return_routed_experts"):
+        always_return_routed_experts()
     launch_server(ServerArgs(**args))
+
+
+def always_return_routed_experts() -> None:
+    """NOTE: the router hands on those fields of a request that it knows, and return_routed_experts is none of them."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    normalize = GenerateReqInput.normalize_batch_and_arguments
+
+    def with_routes(request):
+        request.return_routed_experts = True
+        normalize(request)
+    GenerateReqInput.normalize_batch_and_arguments = with_routes
 
 
 def serve_router(args: dict[str, Any]) -> None:

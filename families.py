@@ -425,6 +425,9 @@ def lookup(model_type) -> Family:
 
 
 def refuse_router(cfg, fam, refuse):
+    if fam.model_type == "qwen3_moe" and not all(layers_with_experts(cfg)):
+        refuse("mlp_only_layers" if cfg.mlp_only_layers else "decoder_sparse_step", "SGLang gives every layer of this family "
+               "experts; only models that have them everywhere are covered")
     if "n_group" not in fam.handled:
         return
     must = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, moe_layer_freq=1)

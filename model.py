@@ -285,7 +285,7 @@ class MegatronModel:
         """(name with the GLOBAL layer number, tensor) of this rank, as families.py's tables call them: all parameters, and the
         routers' biases, which no gradient moves."""
         for k, module in enumerate(self.modules):
-            offset = get_transformer_layer_offset(self.config, self.vp_stage(k))
+            offset = get_transformer_layer_offset(self.config, self.vp_stage(k), self.grid.pp_rank)
             biases = [(name, buffer) for name, buffer in module.named_buffers() if name.endswith("expert_bias")]
             for name, tensor in [*module.named_parameters(), *biases]:
                 if name.startswith("decoder.layers."):

@@ -317,8 +317,6 @@ class Rollout:
             sample.status = Status.TRUNCATED
             return sample
         payload = {"input_ids": sample.tokens, "sampling_params": params | {"max_new_tokens": room}, "return_logprob": True}
-        if self.cfg.use_rollout_routing_replay:
-            payload["return_routed_experts"] = True
         out = await self.request(payload, sample)
         meta = out["meta_info"]
         pairs = meta["output_token_logprobs"]                    # [(log-prob, token id, text), ...]

@@ -36,7 +36,7 @@ FAMILIES = {                                 # name -> config class, what differ
         original_max_position_embeddings=16))),
     "mimo": ("Qwen2Config", dict()),         # published under a name of its own, see write()
     "qwen3_moe": ("Qwen3MoeConfig", dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
-                                         norm_topk_prob=True, mlp_only_layers=[1])),
+                                         norm_topk_prob=True)),
     "glm4": ("Glm4Config", dict(head_dim=16, attention_bias=True)),
     "glm4_moe": ("Glm4MoeConfig", SIGMOID | dict(head_dim=16, attention_bias=True, use_qk_norm=True)),
     "deepseek_v3": ("DeepseekV3Config", LATENT | dict(q_lora_rank=20, n_group=4, topk_group=1, rope_parameters=YARN)),
@@ -182,7 +182,7 @@ def test_gradients_equal_transformers(job, results):
 def test_every_layout_trains_alike(results):
     def cell(out, family):
         want = results["1 process"][0][family]
-        return difference([*out["steps"], out["next"]], [*want["steps"], want["next"]])
+        return difference(out["steps"], want["steps"])
     assert table(results, cell) < 1e-5
 
 
