@@ -379,8 +379,9 @@ def to_train_data(cfg, samples: list[Sample], rewards: list[float], examples: li
 def routed_experts(sample: Sample) -> Tensor:
     """[T_i, L * k] int16; -1 for tokens that no engine has seen: the last, and what a tool put behind it."""
     if not sample.rollout_routed_experts:
-        raise ValueError(f"sample {sample.index}: use_rollout_routing_replay needs the engine's routes; a custom_generate_function "
-                         "sets sample.rollout_routed_experts from its last request (rollout.keep_routes)")
+        raise ValueError(f"sample {sample.index}: use_rollout_routing_replay needs the engine's routes; a "
+                         "custom_generate_function sets sample.rollout_routed_experts from its last request "
+                         "(rollout.keep_routes)")
     rows, text = sample.rollout_routed_experts
     told = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32).view(rows, -1).to(torch.int16)
     return F.pad(told, (0, 0, 0, len(sample.tokens) - rows), value=-1)

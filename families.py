@@ -252,7 +252,7 @@ GLM4_MLP = layer([
 def latent_attention(cfg):
     """DeepSeek's multi-head latent attention (2405.04434): through narrow matrices, whole on every rank, then wide ones, cut
     by heads."""
-    # NOTE: one parameter for both narrow matrices, so that the two are sent one after the other: see weights_sync.pack_buckets.
+    # NOTE: one parameter for both narrow matrices, so that they are sent one after the other: see weights_sync.pack_buckets.
     narrow, wide = ["self_attn.kv_a_proj_with_mqa.weight"], ("linear_q_proj.weight", "q_proj.weight")
     norm = []
     if cfg.q_lora_rank is not None:
@@ -275,8 +275,8 @@ BUFFERS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_
 
 WINDOW = {"sliding_window", "max_window_layers"}  # mean nothing unless use_sliding_window is true, which is refused
 MTP = {"num_nextn_predict_layers"}  # layers that predict further tokens: see carried()
-SOFTMAX_ROUTER = set("""num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
-    mlp_only_layers output_router_logits router_aux_loss_coef""".split())
+SOFTMAX_ROUTER = set("""num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+    decoder_sparse_step mlp_only_layers output_router_logits router_aux_loss_coef""".split())
 SIGMOID_ROUTER = MTP | set("""n_routed_experts num_local_experts n_shared_experts num_experts_per_tok moe_intermediate_size
     first_k_dense_replace moe_layer_freq n_group topk_group norm_topk_prob routed_scaling_factor scoring_func topk_method
     aux_loss_alpha seq_aux ep_size""".split())  # the last three: of pretraining
@@ -331,8 +331,8 @@ def expert_fields(cfg) -> dict:
     """TransformerConfig fields of a mixture of experts."""
     softmax = cfg.model_type == "qwen3_moe"
     fields = dict(
-        num_moe_experts=num_experts(cfg), moe_router_topk=cfg.num_experts_per_tok, moe_ffn_hidden_size=cfg.moe_intermediate_size,
-        moe_layer_freq=layers_with_experts(cfg),
+        num_moe_experts=num_experts(cfg), moe_router_topk=cfg.num_experts_per_tok,
+        moe_ffn_hidden_size=cfg.moe_intermediate_size, moe_layer_freq=layers_with_experts(cfg),
         moe_router_score_function="softmax" if softmax else "sigmoid",
         # the pretrained balance stays: no auxiliary loss, and the bias moves only where the run file sets a rate
         moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0, moe_router_bias_update_rate=0.0)
@@ -419,8 +419,8 @@ def family(hf_config) -> Family:
 def lookup(model_type) -> Family:
     whose = ALIASES.get(model_type, (model_type,))[0]
     if whose not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} has no rule table (there is: {', '.join(sorted({**FAMILIES, **ALIASES}))}); "
-                         "add a table in families.py")
+        known = ", ".join(sorted({**FAMILIES, **ALIASES}))
+        raise ValueError(f"model_type {model_type!r} has no rule table (there is: {known}); add a table in families.py")
     return FAMILIES[whose]
 
 
@@ -521,15 +521,18 @@ def check_tp(hf_config, tp_size: int, ep_size: int = 1, etp_size: int = 1):
 
 def check_stages(hf_config, cfg):
     """ValueError if the layers cannot be dealt to the pipeline stages as the run file says."""
-    pp, vpp, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, hf_config.num_hidden_layers
+    pp, vpp = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1
+    layers = hf_config.num_hidden_layers
     ends = [cfg.megatron.get(f"num_layers_in_{which}_pipeline_stage") for which in ("first", "last")]
     given = [n for n in ends if n is not None]
     rest, stages = layers - sum(given), pp - len(given)
     if stages < 0 or (stages and rest % stages) or (not stages and rest):
-        raise ValueError(f"{layers} layers cannot be dealt to pp {pp} stages ({rest} over {stages} of them); set megatron=dict("
-                         "num_layers_in_first_pipeline_stage=..., num_layers_in_last_pipeline_stage=...) so that the rest divides")
+        raise ValueError(f"{layers} layers cannot be dealt to pp {pp} stages ({rest} over {stages} of them); set "
+                         "megatron=dict(num_layers_in_first_pipeline_stage=..., num_layers_in_last_pipeline_stage=...) so "
+                         "that the rest divides")
     if any(n % vpp for n in [*given, *([rest // stages] if stages else [])]):
-        raise ValueError(f"a stage's layers are no multiple of virtual_pipeline_model_parallel_size={vpp}; set it to a divisor")
+        raise ValueError(f"a stage's layers are no multiple of virtual_pipeline_model_parallel_size={vpp}; set it to a "
+                         "divisor")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -593,8 +596,8 @@ def hf_names(hf_config) -> set[str]:
 
 
 def carried(hf_config, name: str) -> bool:
-    """Weights that a checkpoint may hold beside those of hf_names, that nothing here computes with, and that a saved model must
-    have too: layers that predict further tokens (multi-token prediction, 2412.19437), as drafts for an engine. They keep
+    """Weights that a checkpoint may hold beside those of hf_names, that nothing here computes with, and that a saved model
+    must have too: layers that predict further tokens (multi-token prediction, 2412.19437), as drafts for an engine. They keep
     their values while the model learns."""
     number = re.match(r"model\.(?:mtp_layers\.|layers\.(\d+)\.)", name)
     extra = getattr(hf_config, "num_nextn_predict_layers", None) or 0

@@ -94,8 +94,8 @@ def block_spec(config: LayerConfig, vp_stage: int | None = None) -> TransformerB
     """The layers of this pipeline stage and the norm after the last of all, for Megatron to build."""
     if config.transformer_impl == "transformer_engine":
         if config.num_moe_experts or config.kv_lora_rank or config.sandwich_norm or config.context_parallel_size > 1:
-            raise ValueError("megatron: transformer_impl='transformer_engine' is for dense models without context parallelism; "
-                             "leave it out")
+            raise ValueError("megatron: transformer_impl='transformer_engine' is for dense models without context "
+                             "parallelism; leave it out")
         from megatron.core.extensions.transformer_engine import TENorm as norm
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
@@ -191,7 +191,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 class Rotate(torch.autograd.Function):
     """Rotary position embedding (2104.09864): pairs of dimensions of each head turn by the token's angle. [T, A, D] -> same
 
-    Pairs are (i, i + D/2), or with `interleaved` (2i, 2i + 1). By hand, because the gradient is the same kernel: it turns back.
+    Pairs are (i, i + D/2), or with `interleaved` (2i, 2i + 1). By hand: the gradient is the same kernel, it turns back.
     """
 
     @staticmethod

@@ -8,28 +8,14 @@ checkpoints.
 Test:  pytest tests/test_model.py
 Knows nothing about: Ray, SGLang, rewards, advantages. Every rank of the job calls each method, with its own micro-batches.
 Shapes: T packed tokens, R response tokens, V vocabulary, H hidden, tp tensor-parallel ranks.
-
-The ranks are a grid, tensor-parallel fastest (Megatron's order "tp-cp-ep-dp-pp"), here world 8 = tp 2 * dp 2 * pp 2:
-
-                  dp 0           dp 1
-      pp 0     tp 0   tp 1    tp 0   tp 1        rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank))
-      pp 1     tp 0   tp 1    tp 0   tp 1        one row of one column holds one copy of half the layers
-
-Context-parallel ranks share a micro-batch: each computes the layers for its part of every sequence (layers.zigzag). Their
-log-probs are then put together, and from there on all of them do the same: masks, losses and metrics know nothing of cp.
-
-Experts lie across another grid over the same ranks of a stage: tp * cp * dp = etp * ep * the rest, etp fastest.
 """
 import contextlib
 import dataclasses
-import datetime
 import math
 import os
 import pathlib
 import shutil
-import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -53,73 +39,7 @@ import layers
 import logprobs
 import moe
 from buffer import PackedBatch
-
-
-# ---- The rank grid ---------------------------------------------------------------------------------------------------
-@dataclass
-class Grid:
-    """Where this process stands. Groups are None-safe: a group of one rank is skipped by whoever communicates."""
-    rank: int
-    world_size: int
-    tp_rank: int
-    tp_size: int
-    tp_group: dist.ProcessGroup
-    pp_rank: int
-    pp_size: int
-    pp_group: dist.ProcessGroup
-    dp_rank: int
-    dp_size: int
-    dp_group: dist.ProcessGroup              # without cp: these see different samples
-    cp_rank: int
-    cp_size: int
-    cp_group: dist.ProcessGroup
-    ep_rank: int                             # whose experts are ep_rank * e, ..., ep_rank * e + e - 1
-    ep_size: int
-    ep_group: dist.ProcessGroup
-    etp_rank: int
-    etp_size: int
-    etp_group: dist.ProcessGroup
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
-
-
-def init_distributed(cfg, rank: int, world_size: int, master_addr: str, master_port: int) -> Grid:
-    """Join the trainers' process group and cut it into the grid. Every rank must call it; waits train_timeout_s at most."""
-    if cfg.device == "cpu":
-        import cpu
-        cpu.megatron_on_cpu()
-    else:
-        torch.cuda.set_device(0)             # Ray shows this process only its own GPU
-        # Megatron adds a weight's gradient to its fp32 sum inside the product, where apex's extension is installed. Torch can.
-        tensor_parallel.layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
-            wgrad_gemm_accum_fp32=lambda x, dy, total: logprobs.add_product(total, dy.t(), x))
-        tensor_parallel.layers._grad_accum_fusion_available = True
-    timeout = datetime.timedelta(seconds=cfg.train_timeout_s)
-    dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl", rank=rank, world_size=world_size, timeout=timeout,
-                            init_method=f"tcp://{master_addr}:{master_port}")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
-        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=cfg.virtual_pipeline_model_parallel_size,
-        context_parallel_size=cfg.context_parallel_size,
-        expert_model_parallel_size=cfg.expert_model_parallel_size,
-        expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, math.ceil(cfg.train_timeout_s / 60)))
-    tensor_parallel.model_parallel_cuda_manual_seed(cfg.seed)
-    ps = parallel_state
-    return Grid(rank, world_size,
-                ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size(),
-                ps.get_tensor_model_parallel_group(),
-                ps.get_pipeline_model_parallel_rank(), ps.get_pipeline_model_parallel_world_size(),
-                ps.get_pipeline_model_parallel_group(),
-                ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), ps.get_data_parallel_group(),
-                ps.get_context_parallel_rank(), ps.get_context_parallel_world_size(), ps.get_context_parallel_group(),
-                ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size(),
-                ps.get_expert_model_parallel_group(),
-                ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size(),
-                ps.get_expert_tensor_parallel_group())
+from ranks import Grid, init_distributed  # noqa: F401  (the latter for our callers)
 
 
 # ---- The model -------------------------------------------------------------------------------------------------------
@@ -225,8 +145,8 @@ class MegatronModel:
             expert_tensor_parallel_size=self.grid.etp_size,
             sequence_parallel=cfg.sequence_parallel, params_dtype=self.dtype, pipeline_dtype=self.dtype,
             bf16=self.dtype == torch.bfloat16, transformer_impl="local",      # whose layers: see layers.py
-            # NOTE: virtual stages exchange activations both ways at once, and with two stages both between the same ranks, where
-            # Megatron would confuse the lengths: then all micro-batches get the same one, and p2p calls are not batched.
+            # NOTE: virtual stages exchange activations both ways at once, with two stages both between the same ranks, where
+            # Megatron confuses the lengths: so then all micro-batches get the same one, and p2p calls are not batched.
             variable_seq_lengths=not virtual, overlap_p2p_comm=virtual, batch_p2p_comm=not virtual,
             moe_token_dispatcher_type="alltoall",   # the one that allows variable lengths
             calculate_per_token_loss=True,   # Megatron must not divide by anything: all denominators are in the loss already
@@ -358,8 +278,8 @@ class MegatronModel:
                 packing.recorded = self.routes.setdefault(key, packing.real.new_full(shape, -1, dtype=torch.int16))
 
     def head_rows(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor | slice]:
-        """Last stage's hidden states [T/cp, 1, H] -> those that predict this cp rank's part of the response tokens [R', H], and
-        which of the R these are."""
+        """Last stage's hidden states [T/cp, 1, H] -> those that predict this cp rank's part of the response tokens [R', H],
+        and which of the R these are."""
         if self.grid.cp_size == 1:
             return hidden[:, 0].index_select(0, batch.logit_index), slice(None)
         own = layers.zigzag(batch.cu_seqlens, self.grid.cp_rank, self.grid.cp_size)[0]
@@ -396,14 +316,15 @@ class MegatronModel:
         return self.whole(self.modules[-1].output_layer(rows), mine, batch)
 
     def run(self, batches: list[PackedBatch], post: Callable, forward_only: bool) -> list:
-        """All micro-batches through Megatron's schedule (none, 1F1B, interleaved). -> post's results on the last stage, else []."""
+        """All micro-batches through Megatron's schedule (none, 1F1B, interleaved). -> post's results; [] but on the last stage."""
         longest = max(batch.tokens.shape[1] for batch in batches)
         if not self.config.variable_seq_lengths:
             batches = [buffer.lengthen(batch, longest) for batch in batches]
         iterators = [iter(batches) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=partial(self.forward_step, post), model=self.chunks,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0], num_microbatches=len(batches), seq_length=longest, micro_batch_size=1,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0], num_microbatches=len(batches),
+            seq_length=longest, micro_batch_size=1,
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
     @torch.no_grad()
@@ -457,7 +378,7 @@ class MegatronModel:
         self.scheduler.step(increment=1)
         metrics = algos.reduce_metrics(sums) | {"grad_norm": float(grad_norm), "lr": lr, "tokens": sums["tokens"]}
         if self.config.num_moe_experts:
-            dist.all_reduce(self.expert_load)       # every token was counted once: stages have other layers, ranks other tokens
+            dist.all_reduce(self.expert_load)    # every token was counted once: stages have other layers, ranks other tokens
             metrics |= moe.balance(self.expert_load)
         return metrics
 

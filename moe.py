@@ -1,5 +1,5 @@
 """
-moe.py: what is a layer with experts made of? The router's hooks and the experts themselves; dispatch between ranks is Megatron's.
+moe.py: what is a layer with experts made of? The router's hooks and the experts; dispatch between ranks is Megatron's.
 
     hidden [T, H] --Router--> k experts a token, their weights --Megatron's all-to-all--> tokens sorted by expert
     --GroupedExperts--> each token through its expert, times its weight --all-to-all--> summed over k [T, H]
@@ -77,11 +77,12 @@ class Router(TopKRouter):
 def balance(load: Tensor) -> dict[str, float]:
     """Tokens of each expert of each layer [L, E] -> metrics over layers that have experts.
 
-    moe_load_max: tokens of the busiest expert / mean, averaged over layers: 1 is perfect balance, E the collapse to one
-    (at top-1); moe_idle_experts: the share of experts that saw no token.
+    moe_load_imbalance: tokens of the busiest expert / mean, averaged over layers; 1 is perfect balance, E / k collapse.
+    moe_idle_experts: the share of experts that saw no token.
     """
     load = load[load.sum(1) > 0]
-    return {"moe_load_imbalance": (load.amax(1) / load.mean(1)).mean().item(), "moe_idle_experts": (load == 0).float().mean().item()}
+    return {"moe_load_imbalance": (load.amax(1) / load.mean(1)).mean().item(),
+            "moe_idle_experts": (load == 0).float().mean().item()}
 
 
 # ---- Experts -----------------------------------------------------------------------------------------------------------

@@ -146,7 +146,8 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         hf_config = convert.load_hf_config(model_dir)
         reader = convert.HFReader(model_dir, hf_config)          # refuses a damaged or incomplete model
         families.check_policy(hf_config)
-        families.check_tp(hf_config, cfg.tensor_model_parallel_size, cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size)
+        families.check_tp(hf_config, cfg.tensor_model_parallel_size, cfg.expert_model_parallel_size,
+                          cfg.expert_tensor_parallel_size)
         families.check_stages(hf_config, cfg)
         if (cfg.use_routing_replay or cfg.use_rollout_routing_replay) and not families.num_experts(hf_config):
             raise ValueError(f"routing replay is for models with experts, and {hf_config.model_type} has none; remove it")

@@ -84,8 +84,8 @@ def gathered(tensor: Tensor, group) -> list[Tensor]:
 
 
 def takes_part(model) -> bool:
-    """Whether rank 0 needs this rank to have all weights: data- and context-parallel replicas hold the same, but experts may be
-    dealt over them."""
+    """Whether rank 0 needs this rank to have all weights: data- and context-parallel replicas hold the same, but experts may
+    be dealt over them."""
     return model.grid.ep_size > 1 or model.grid.dp_rank == model.grid.cp_rank == 0
 
 

@@ -21,4 +21,3 @@ num_rollout = 100
 lr = 1e-6
 colocate = True
 max_tokens_per_gpu = 8192
-max_logprob_diff = 0.5            # random routers are nearly undecided: trainer and engine choose other experts for many tokens

@@ -81,7 +81,8 @@ def random_model(name: str, **changes):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-        config = AutoConfig.for_model(**values, max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+        config = AutoConfig.for_model(**values, max_position_embeddings=40960, bos_token_id=None, eos_token_id=1,
+                                      pad_token_id=0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.set_default_dtype(torch.bfloat16)
             model = AutoModelForCausalLM.from_config(config)

@@ -165,8 +165,8 @@ def validate_corrections(cfg: Config) -> None:
          "step per rollout they are the same; set use_rollout_logprobs=True, or num_steps_per_rollout=2")
     need(not (cfg.use_routing_replay and cfg.use_rollout_routing_replay), "use_routing_replay takes the routes of the old "
          "log-probs' pass, use_rollout_routing_replay the engine's; set one of them")
-    need(not (cfg.use_routing_replay and cfg.use_rollout_logprobs), "use_routing_replay takes the routes of the old log-probs' "
-         "pass, which use_rollout_logprobs leaves out; use_rollout_routing_replay takes the engine's")
+    need(not (cfg.use_routing_replay and cfg.use_rollout_logprobs), "use_routing_replay takes the routes of the old "
+         "log-probs' pass, which use_rollout_logprobs leaves out; use_rollout_routing_replay takes the engine's")
     if cfg.true_on_policy_mode:
         same = dict(num_steps_per_rollout=1, async_mode=False, partial_rollout=False, max_staleness=0, rollout_top_p=1.0,
                     rollout_top_k=-1, on_invariant="raise")
