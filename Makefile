@@ -1,10 +1,11 @@
 # make demo   everything from nothing: a virtual environment, the pinned packages (9.4 GB), then the demo
 # make test   the same set-up, then the whole test suite, with the real engines
 # make layouts  the same set-up, then each method under each layout: the README's table, in three minutes
+# make families  the same set-up, then each model family under each layout, in eight minutes
 PYTHON ?= python3
 VENV ?= .venv
 
-.PHONY: demo test layouts setup
+.PHONY: demo test layouts families setup
 demo: setup
 	$(VENV)/bin/python train.py configs/demo_cpu.py
 
@@ -13,6 +14,9 @@ test: setup
 
 layouts: setup
 	$(VENV)/bin/python -m pytest -q -s tests/test_layouts.py
+
+families: setup
+	$(VENV)/bin/python -m pytest -q -s tests/test_families.py
 
 setup: $(VENV)/installed
 

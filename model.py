@@ -316,7 +316,7 @@ class MegatronModel:
         return self.whole(self.modules[-1].output_layer(rows), mine, batch)
 
     def run(self, batches: list[PackedBatch], post: Callable, forward_only: bool) -> list:
-        """All micro-batches through Megatron's schedule (none, 1F1B, interleaved). -> post's results; [] but on the last stage."""
+        """All micro-batches through Megatron's schedule (none, 1F1B, interleaved). -> post's results, on the last stage."""
         longest = max(batch.tokens.shape[1] for batch in batches)
         if not self.config.variable_seq_lengths:
             batches = [buffer.lengthen(batch, longest) for batch in batches]

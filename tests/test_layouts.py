@@ -23,6 +23,7 @@ GRIDS = [                                    # processes, name -> settings of la
     (2, {"dp 2": dict()}),
     (2, {"tp 2": dict(tensor_model_parallel_size=2, sequence_parallel=True)}),
     (2, {"pp 2": dict(pipeline_model_parallel_size=2)}),
+    (2, {"cp 2": dict(context_parallel_size=2)}),
     (4, {"tp 2 x dp 2": dict(tensor_model_parallel_size=2)})]
 KL = dict(use_kl_loss=True, kl_loss_coef=0.1)
 METHODS = {                                  # name -> settings
