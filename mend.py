@@ -4,12 +4,12 @@ mend.py: what is wrong in SGLang 0.5.17 for weights that change? An SGLang plug-
     sglang (all processes) --entry point "sglang.srt.plugins"--> activate() --replaces--> one function of one model
 
 Run:   nothing to run; `pip install -e .` registers the entry point, SGLang's processes find it by package metadata.
-Test:  pytest tests/test_families_engine.py -k router
+Test:  pytest tests/test_mend.py
 Knows nothing about: the rest of nanoslime. Can go when SGLang does this itself.
 """
+import json
 import os
 import pathlib
-import json
 
 ENV = "NANOSLIME_ENGINE_MODEL"               # set by engines.py: the model's folder
 

@@ -240,6 +240,9 @@ WRONG = [
     (dict(true_on_policy_mode=True, num_steps_per_rollout=2), "true_on_policy_mode: num_steps_per_rollout=2 .*; set .*=1"),
     (dict(true_on_policy_mode=True, on_invariant="warn"), "or would not tell; set on_invariant='raise'"),
     (dict(true_on_policy_mode=True, async_mode=True), "true_on_policy_mode: async_mode=True .*; set async_mode=False"),
+    (dict(use_routing_replay=True, use_rollout_routing_replay=True), "use_rollout_routing_replay the engine's; set one of them"),
+    (dict(use_routing_replay=True, use_rollout_logprobs=True), "which use_rollout_logprobs leaves out; use_rollout_routing"),
+    (dict(use_rollout_routing_replay=True, loss_type="sft"), "use_rollout_routing_replay has no effect with loss_type='sft'"),
     # critic
     (dict(critic=dict(lrr=1e-5)), r"critic\['lrr'\] cannot be set; did you mean 'lr'\?"),
     (dict(critic=dict(gamma=1.0)), r"critic\['gamma'\] cannot be set; .*"),

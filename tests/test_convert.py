@@ -277,6 +277,49 @@ def test_config_that_is_not_covered_is_refused_by_name(case, changes, message):
         families.megatron_config(cfg)
 
 
+@pytest.mark.parametrize(
+    "family, changes, message",
+    [
+        ("deepseek_v3", dict(norm_topk_prob=False), "norm_topk_prob.*only True is covered"),
+        ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func.*only 'sigmoid' is covered"),
+        ("deepseek_v3", dict(topk_method="greedy"), "topk_method.*only 'noaux_tc' is covered"),
+        ("deepseek_v3", dict(moe_layer_freq=2), "moe_layer_freq"),
+        ("deepseek_v3", dict(topk_group=2), "topk_group.*its two best experts"),
+        ("deepseek_v3", dict(attention_bias=True), "attention_bias"),
+        ("deepseek_v3", dict(index_topk=2048), "index_topk.*does not know this key"),  # V3.2's sparse attention
+        ("qwen3_moe", dict(mlp_only_layers=[1]), "mlp_only_layers.*SGLang gives every layer"),
+        ("qwen3_moe", dict(decoder_sparse_step=2), "decoder_sparse_step.*SGLang gives every layer"),
+        ("glm4", dict(rope_parameters=YARN), "rope type 'yarn' is not covered"),
+    ],
+)
+def test_experts_and_attention_that_are_not_covered_are_refused_by_name(family, changes, message):
+    import transformers
+
+    cls, extra = test_families.FAMILIES[family]
+    cfg = getattr(transformers, cls)(**(test_families.SIZES | extra | changes))
+    with pytest.raises(ValueError, match=message):
+        families.family(cfg)
+
+
+def test_experts_and_stages_that_do_not_divide_are_refused():
+    import transformers
+
+    cls, extra = test_families.FAMILIES["qwen3_moe"]
+    cfg = getattr(transformers, cls)(**(test_families.SIZES | extra))  # 8 experts of ffn 16, 4 layers
+    for sizes, message in (((1, 3), "8 experts cannot be dealt to ep 3"), ((1, 1, 32), "ffn size 16 is no multiple of etp 32")):
+        with pytest.raises(ValueError, match=message):
+            families.check_tp(cfg, *sizes)
+    with pytest.raises(ValueError, match="qwen3 has no experts; remove expert_model_parallel_size=2"):
+        families.check_tp(make_config("qwen3"), 1, 2)
+    first = "num_layers_in_first_pipeline_stage"
+    for pp, vpp, megatron, message in ((3, None, {}, "4 layers cannot be dealt to pp 3"), (2, 3, {}, "no multiple of virtual"),
+                                       (3, None, {first: 1}, r"\(3 over 2 of them\)"), (1, None, {first: 2}, "4 layers")):
+        settings = helpers.make_cfg(pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, megatron=megatron)
+        with pytest.raises(ValueError, match=message):
+            families.check_stages(cfg, settings)
+    families.check_stages(cfg, helpers.make_cfg(pipeline_model_parallel_size=2, megatron={first: 1}))
+
+
 def test_smollm2_and_old_rope_keys_pass(tmp_path):
     # The keys of SmolLM2's config.json as published: old rope keys and harmless extras.
     raw = dict(SIZES, model_type="llama", architectures=["LlamaForCausalLM"], is_llama_config=True, pretraining_tp=1,
