@@ -96,7 +96,8 @@ def check_same_shape(hf_config, folder):
     check_policy(other)
     HFReader(folder, other)  # complete, undamaged
     mine, theirs = hf_config.to_dict(), other.to_dict()
-    names = family(hf_config).handled | HANDLED - {"initializer_range", "max_position_embeddings", "quantization_config"}
+    free = {"architectures", "initializer_range", "max_position_embeddings", "quantization_config"}
+    names = family(hf_config).handled | HANDLED - free
     for key in ["model_type", *sorted(names)]:
         if mine.get(key) != theirs.get(key):
             raise ValueError(f"{folder} has {key} = {theirs.get(key)}, the trained model {mine.get(key)}: both "

@@ -23,6 +23,7 @@ Shapes: T packed tokens, A attention heads, G key and value heads, D their width
 import dataclasses
 import functools
 import importlib.util
+import logging
 import os
 from dataclasses import dataclass
 
@@ -107,7 +108,8 @@ def block_spec(config: LayerConfig, vp_stage: int | None = None) -> TransformerB
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
-        if config.sandwich_norm:
+        if config.sandwich_norm:             # Megatron warns of an mlp class that it does not know, once for each layer
+            logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
             layer.submodules.self_attention.module, layer.submodules.mlp.module = NormedAttention, NormedMLP
         if config.kv_lora_rank:
             layer.submodules.self_attention = LatentAttention

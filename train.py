@@ -163,7 +163,8 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         if cfg.opd_teacher_url:
             check_server(cfg.opd_teacher_url)
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
-        tokenizer, context_len = AutoTokenizer.from_pretrained(model_dir), hf_config.max_position_embeddings
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=cfg.sglang.get("trust_remote_code", False))
+        context_len = hf_config.max_position_embeddings
         data = buffer.DataSource(cfg, tokenizer, context_len)
         eval_data = {name: buffer.DataSource(base.eval_config(cfg, name), tokenizer, context_len)
                      for name in cfg.eval_prompt_data}

@@ -32,7 +32,7 @@ rollout_num_gpus_per_engine = 8   # 1 engine
 colocate = True
 max_tokens_per_gpu = 8192
 megatron = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-sglang = dict(mem_fraction_static=0.7)
+sglang = dict(mem_fraction_static=0.7, trust_remote_code=True)    # its tokenizer is code of its own
 
 advantage_estimator = "gspo"      # one ratio for the whole answer: a token's own changes with the experts it is sent to
 eps_clip, eps_clip_high = 3e-4, 4e-4
