@@ -46,13 +46,13 @@ CLIP, STEPS = 0.5, 3                         # the gradient norm is above CLIP (
 # ---- Data and the reference ------------------------------------------------------------------------------------------
 def write_model(family: str, folder) -> str:
     cls, extra = FAMILIES[family]
-    return write_random(cls, SIZES | extra, folder)
+    return write_random(cls, SIZES | extra, folder, seed=len(family))
 
 
-def write_random(cls: str, config: dict, folder, published: dict | None = None) -> str:
+def write_random(cls: str, config: dict, folder, published: dict | None = None, seed: int = 0) -> str:
     """A model of that config class with random weights; published: what config.json says otherwise."""
     import transformers
-    torch.manual_seed(len(cls))
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, cls)(**config))
     for name, p in [*model.named_parameters(), *model.named_buffers()]:      # norms start at 1 and biases at 0, which would
         if "inv_freq" not in name:                                           # hide a mistake
