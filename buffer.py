@@ -383,6 +383,9 @@ def routed_experts(sample: Sample) -> Tensor:
                          "custom_generate_function sets sample.rollout_routed_experts from its last request "
                          "(rollout.keep_routes)")
     rows, text = sample.rollout_routed_experts
+    if rows >= len(sample.tokens):
+        raise ValueError(f"sample {sample.index}: routes of {rows} tokens, the sample has {len(sample.tokens)}; a hook that "
+                         "cuts tokens off must set sample.rollout_routed_experts anew")
     told = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32).view(rows, -1).to(torch.int16)
     return F.pad(told, (0, 0, 0, len(sample.tokens) - rows), value=-1)
 

@@ -310,11 +310,24 @@ def copy_small_files(source, folder, dtypes, hf_config):
 # fp8 and back
 
 
+def refuse_existing(out, source):
+    """ValueError where something lies at OUT, or where writing it would replace the source. What a killed conversion left at
+    OUT.tmp or OUT.part is replaced."""
+    out = str(Path(out).absolute())
+    for suffix in ("", ".old"):
+        if Path(out + suffix).exists():
+            raise ValueError(f"{out + suffix} exists, and nothing is replaced here; give another path, or move it away")
+    for suffix in (".tmp", ".part"):
+        if Path(source).absolute().is_relative_to(out + suffix):
+            raise ValueError(f"{out + suffix} is replaced while {out} is written, and {source} is there; give another path")
+
+
 def requantize(folder, out, to_fp8: bool):
     """A folder with the same model in fp8, or plain again (bf16 where it was fp8, else as stored)."""
     reader = HFReader(folder)
     check_policy(reader.hf_config)
     check_shapes(reader)
+    refuse_existing(out, folder)
     if reader.fp8 == to_fp8:
         raise ValueError(f"{folder} is {'in fp8 already' if to_fp8 else 'not quantised'}; use it as it is")
     tensors = shown(reader.items(), len(reader.names()), f"to {out}")
@@ -347,9 +360,8 @@ def hf_to_megatron(folder, out):
     """
     import checkpoints
 
+    refuse_existing(out, folder)
     out = Path(out).absolute()
-    if out.exists() and not (out / "metadata.json").is_file():
-        raise ValueError(f"{out} is not a Megatron checkpoint, so it is not replaced; give another path")
     HFReader(folder)                         # refuses a damaged one before anything is built
     checkpoints.one_process_model(folder, trainable=True).save(out, {"step": 0})
 
@@ -358,6 +370,7 @@ def megatron_to_hf(checkpoint, out, source):
     """Tensor by tensor, one layer's at a time."""
     import checkpoints
 
+    refuse_existing(out, checkpoint)
     pieces, reader = checkpoints.CheckpointReader(checkpoint), HFReader(source)
     hf_config = reader.hf_config
     head = pieces.sizes.get("output_layer.weight")
@@ -540,7 +553,7 @@ def main():
             megatron_to_hf(args.checkpoint, args.out, args.hf)
         else:
             requantize(args.folder, args.out, args.command == "to-fp8")
-    except ValueError as e:  # a user's mistake: the message is enough, a traceback is not needed
+    except (ValueError, OSError) as e:  # a user's mistake: the message is enough, a traceback is not needed
         sys.exit(f"error: {e}")
 
 

@@ -457,7 +457,7 @@ def serve_sglang(args: dict[str, Any]) -> None:
         multiprocessing.set_start_method = lambda method, force=False: None   # SGLang insists on "spawn"
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
-    if "enable_return_routed_experts" in args:
+    if "enable_return_routed_experts" in args and args["enable_return_routed_experts"]:
         always_return_routed_experts()
     launch_server(ServerArgs(**args))
 

@@ -411,7 +411,7 @@ def family(hf_config) -> Family:
         off = value is None or value is False or value in ("", [], {})
         known = key in MTP | HANDLED | INERT | MUST_BE_OFF.keys() | fam.handled or key.startswith("_")
         if not off and not known and not key.endswith("_token_id"):
-            refuse(key, f"convert.py does not know this key for {fam.model_type}; if it leaves the logits alone, add "
+            refuse(key, f"families.py does not know this key for {fam.model_type}; if it leaves the logits alone, add "
                    "it to INERT in families.py, else handle it in megatron_config")
     return fam
 
@@ -434,6 +434,8 @@ def refuse_router(cfg, fam, refuse):
     for key, value in must.items():
         if getattr(cfg, key, value) != value:
             refuse(key, f"only {value!r} is covered; extend expert_fields in families.py")
+    if cfg.num_experts_per_tok == 1:
+        refuse("num_experts_per_tok", "Megatron does not normalise the weight of a single expert; 2 or more are covered")
     if cfg.n_group > 1 and cfg.num_experts_per_tok != 2 * cfg.topk_group:
         refuse("topk_group", "a group counts by its two best experts, and Megatron's by its share of num_experts_per_tok: the "
                "two are the same for num_experts_per_tok = 2 * topk_group only")

@@ -83,6 +83,9 @@ def check(cfg) -> None:
         raise ValueError("deterministic needs our own layers; leave megatron's transformer_impl out")
     if {"fp8", "fp4"} & set(cfg.megatron):
         raise ValueError("megatron: training in fp8 or fp4 is not covered, checkpoints would lack its scales; remove it")
+    if "moe" in cfg.megatron.get("recompute_modules", ()):
+        raise ValueError("megatron: recompute_modules=['moe'] would compute experts again for another micro-batch's routes; "
+                         "use recompute_granularity='full'")
     for name in {"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor"} & set(cfg.megatron):
         raise ValueError(f"megatron: {name} is of pretraining, where experts must first find their balance; remove it. What "
                          "moves the router's bias against an imbalance: megatron=dict(moe_router_bias_update_rate=1e-3)")
@@ -268,8 +271,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: f
     lengths = packing.cu_seqlens_q, packing.cu_seqlens_kv, packing.max_seqlen_q, packing.max_seqlen_kv
     if not query.is_cuda:
         return attend_on_cpu(query, key, value, *lengths[:2], scale).flatten(1)
-    if width < query.shape[-1]:              # latent attention: the kernels want values as wide as keys
-        value = F.pad(value, (0, query.shape[-1] - width))
     if has_flash4():
         from flash_attn.cute import flash_attn_varlen_func
         names = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths))
@@ -277,6 +278,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: f
                                         deterministic=torch.are_deterministic_algorithms_enabled())
     else:
         from torch.nn.attention.varlen import varlen_attn
+        value = F.pad(value, (0, query.shape[-1] - width))       # latent attention: it wants values as wide as keys
         out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(-1, 0))          # causal
     return out[..., :width].flatten(1)                                                            # [T, A * V]
 

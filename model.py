@@ -168,8 +168,8 @@ class MegatronModel:
                      **gpt_kwargs | {"vocab_size": self.rows * self.grid.tp_size})
         module.to(self.device, self.dtype)
         for name, buffer in module.named_buffers():
-            if name.endswith("expert_bias"):
-                buffer.data = buffer.data.float()        # its small steps would be lost in bf16
+            if name.endswith(("expert_bias", "local_tokens_per_expert")):
+                buffer.data = buffer.data.float()        # small steps and large counts would be lost in bf16
         return module
 
     def wrap(self, total_steps: int) -> None:
@@ -247,7 +247,10 @@ class MegatronModel:
     # -- forward and backward
     def pack(self, data: dict[str, list], samples: list[int]) -> PackedBatch:
         """Samples at these positions -> one micro-batch for the calls below."""
-        return buffer.pack(data, samples, self.pad_to, self.device, self.pad_each)
+        batch = buffer.pack(data, samples, self.pad_to, self.device, self.pad_each)
+        if batch.experts is not None:
+            moe.check_routes(batch.experts, self.config)
+        return batch
 
     def forward_step(self, post: Callable, data_iterator, model):
         """Megatron's forward_step_func: run one micro-batch; `post(batch, hidden)` is called on the last stage only."""

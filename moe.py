@@ -39,7 +39,8 @@ class Router(TopKRouter):
 
     Routing replay. Rounding makes trainer and engine (or two passes of the trainer) choose other experts for some tokens, and
     those tokens' log-probs differ by far more than rounding. So a choice is made once and used again: the engine's in every
-    pass (R3, 2510.11370), or that of the old log-probs' pass in training (R2, 2507.18071 sec. 5.3). The weights of the chosen
+    pass of the policy (R3, 2510.11370; a reference chooses for itself), or that of the old log-probs' pass in training (R2,
+    2507.18071 sec. 5.3). The weights of the chosen
     are computed anew, with their gradient.
     """
 
@@ -72,6 +73,15 @@ class Router(TopKRouter):
         if self.enable_expert_bias:
             self.local_tokens_per_expert += tokens
         self.packing.load[self.layer_number - 1] += tokens
+
+
+def check_routes(experts: Tensor, config) -> None:
+    """AssertionError unless the engine sent a token to different experts in each layer. experts [T, L * k], -1: unknown"""
+    layers = [i for i, has in enumerate(config.moe_layer_freq) if has]
+    told = experts.unflatten(1, (config.num_layers, -1))[:, layers].sort(-1).values               # [T, layers, k]
+    twice = (told.diff(dim=-1) == 0) & (told[..., 1:] >= 0)
+    assert not twice.any(), ("the engine's routes name an expert twice for one token: its kernels do not report them; set "
+                             "sglang=dict(moe_runner_backend='triton'), or use_rollout_routing_replay=False")
 
 
 def balance(load: Tensor) -> dict[str, float]:

@@ -86,11 +86,11 @@ def gathered(tensor: Tensor, group) -> list[Tensor]:
 def takes_part(model) -> bool:
     """Whether rank 0 needs this rank to have all weights: data- and context-parallel replicas hold the same, but experts may
     be dealt over them."""
-    return model.grid.ep_size > 1 or model.grid.dp_rank == model.grid.cp_rank == 0
+    return model.grid.ep_size * model.grid.etp_size > 1 or model.grid.dp_rank == model.grid.cp_rank == 0
 
 
 def buckets(model, bucket_bytes: int) -> Iterator[Bucket]:
-    """All weights of the model, on every rank of this data-parallel replica, in buckets of at most bucket_bytes (a larger
+    """All weights of the model, on every rank that takes part, in buckets of at most bucket_bytes (a larger
     tensor is one of its own).
 
     Pipeline stages take turns: the stage packs a bucket and broadcasts it to the others, so every rank sees all of them.
@@ -402,6 +402,6 @@ def compare_checksums(expected: list[dict[str, str]], answers: list[dict], engin
                 raise RuntimeError(
                     f"after the weight sync engine {engine} (rank {rank}) differs from the trainer in {len(wrong)} of "
                     f"{len(want)} parameters, first {wrong[:3]}: its samples would come from other weights. Usual causes: a "
-                    "rule of convert.py that is wrong for this family, an engine that quantises; compare with "
+                    "rule of families.py that is wrong for this family, an engine that quantises; compare with "
                     "update_weight_transport='disk'")
     return left_out

@@ -74,7 +74,7 @@ class Config:
     max_tokens_per_gpu: int = 4096           # packed tokens of one micro-batch; one longer sample still gets its own
     log_probs_chunk_size: int = 2048         # tokens whose logits exist at one time
     use_routing_replay: bool = False         # experts that the old log-probs' pass chose are used in training too (R2)
-    use_rollout_routing_replay: bool = False # those that the engine chose, in every pass of the trainers (R3, 2510.11370)
+    use_rollout_routing_replay: bool = False # those that the engine chose, in every pass of the policy (R3, 2510.11370)
     ref_load: str | None = None              # the reference model of the KL terms; None: hf_checkpoint
     megatron: dict = field(default_factory=dict)  # any field of Megatron's TransformerConfig, OptimizerConfig, DDP config
 
@@ -364,7 +364,10 @@ def resolve(cfg: Config) -> Config:
     if cfg.true_on_policy_mode and device == "cuda":         # logits in fp32 on both sides: bf16 rounds one of 20 by 0.06
         new["sglang"] = {"enable_fp32_lm_head": True} | cfg.sglang
     if cfg.use_rollout_routing_replay:
-        new["sglang"] = {"enable_return_routed_experts": True} | new.get("sglang", cfg.sglang)
+        own = {"enable_return_routed_experts": True}
+        if device == "cuda":                 # NOTE: on Blackwell SGLang may pick kernels that choose experts inside, unseen
+            own["moe_runner_backend"] = "triton"
+        new["sglang"] = own | new.get("sglang", cfg.sglang)
     if cfg.health_check_interval_s is None:
         new["health_check_interval_s"] = 10.0 if device == "cuda" else 60.0
     return dataclasses.replace(cfg, **new)

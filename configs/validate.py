@@ -165,6 +165,8 @@ def validate_corrections(cfg: Config) -> None:
          "step per rollout they are the same; set use_rollout_logprobs=True, or num_steps_per_rollout=2")
     need(not (cfg.use_routing_replay and cfg.use_rollout_routing_replay), "use_routing_replay takes the routes of the old "
          "log-probs' pass, use_rollout_routing_replay the engine's; set one of them")
+    need(not cfg.use_rollout_routing_replay or cfg.sglang.get("enable_return_routed_experts"), "use_rollout_routing_replay "
+         "needs the engine's routes; remove enable_return_routed_experts=False from sglang")
     need(not (cfg.use_routing_replay and cfg.use_rollout_logprobs), "use_routing_replay takes the routes of the old "
          "log-probs' pass, which use_rollout_logprobs leaves out; use_rollout_routing_replay takes the engine's")
     if cfg.true_on_policy_mode:

@@ -674,8 +674,19 @@ def test_hf_to_megatron_loads_under_another_layout(folders, tmp_path):
     convert.save_hf(other, folders / "qwen3", reader.hf_config, ((n, t * 0.5) for n, t in reader.items()))
     assert helpers.run_workers(load_checkpoint, 2, str(folders / "qwen3"), str(other), str(tmp_path / "out"), limit_s=300) == [[], []]
     (tmp_path / "notes").mkdir()
-    with pytest.raises(ValueError, match="is not a Megatron checkpoint, so it is not replaced; give another path"):
+    with pytest.raises(ValueError, match="notes exists, and nothing is replaced here; give another path"):
         convert.hf_to_megatron(folders / "qwen3", tmp_path / "notes")
+
+
+@pytest.mark.parametrize("source, out, message", [("run", "run", "run exists, and nothing is replaced"),
+                                                  ("m.old", "m", "m.old exists, and nothing is replaced"),
+                                                  ("m.tmp", "m", "m.tmp is replaced while .*m is written, and .* is there")])
+def test_a_conversion_takes_nothing_away(folders, tmp_path, source, out, message):
+    shutil.copytree(folders / "qwen3", tmp_path / source)
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        convert.requantize(tmp_path / source, tmp_path / out, to_fp8=True)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
 
 # ---- All families: experts, latent attention, layers that predict further tokens ----------------------------------------

@@ -57,7 +57,7 @@ def layout(tp=1, pp=1, cp=1, ep=1, etp=1, vpp=None, dp=1, **more):
 UNEVEN = dict(num_layers_in_first_pipeline_stage=1)
 LAYOUTS = {
     "tp 2 x pp 2": layout(tp=2, pp=2), "1 process": layout(), "tp 2": layout(tp=2), "pp 2": layout(pp=2), "pp 2, uneven": layout(pp=2, megatron=UNEVEN),
-    "vpp": layout(pp=2, vpp=2), "cp 2": layout(cp=2), "ep 2": layout(ep=2, dp=2), "etp 2": layout(tp=2, etp=2),
+    "vpp": layout(pp=2, vpp=2), "cp 2": layout(cp=2), "ep 2": layout(ep=2, dp=2), "etp 2": layout(tp=2, etp=2), "etp 2 over dp": layout(dp=2, etp=2),
     "tp 2 x ep 2": layout(tp=2, ep=2, dp=2), "cp 2 x ep 2": layout(cp=2, ep=2),
     "cp 4": layout(cp=4), "tp 2 x cp 2": layout(tp=2, cp=2), "ep 4": layout(ep=4, dp=2, tp=2),
     "ep 2 x etp 2": layout(ep=2, etp=2, tp=2, dp=2), "vpp x ep 2": layout(pp=2, vpp=2, ep=2, dp=2),

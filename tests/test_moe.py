@@ -175,3 +175,13 @@ def test_each_sequence_is_padded_by_itself():
     assert batch.real.tolist() == [True] * 5 + [False] * 3 + [True] * 9 + [False] * 7
     assert batch.targets.tolist() == [3, 4, 5, 6, 7, 8, 9]
     assert batch.tokens[0, batch.logit_index].tolist() == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_routes_that_name_an_expert_twice_are_refused():
+    import types
+
+    import moe
+    config = types.SimpleNamespace(num_layers=2, moe_layer_freq=[0, 1])      # a dense layer's routes are zeros
+    moe.check_routes(torch.tensor([[0, 0, 3, 1], [-1, -1, -1, -1]]), config)
+    with pytest.raises(AssertionError, match="name an expert twice for one token"):
+        moe.check_routes(torch.tensor([[0, 0, 3, 3]]), config)
