@@ -580,7 +580,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_name(folders, tmp_path):
     assert done.returncode == 0, done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["out"] and convert.HFReader(out).fp8
     done = run_command("to-fp8", folders / "qwen3", tmp_path)                # a folder with other things in it
-    assert done.returncode == 1 and "is not replaced; give another path" in done.stderr and out.exists()
+    assert done.returncode == 1 and "exists, and nothing is replaced here; give another path" in done.stderr and out.exists()
 
 
 # ---- Megatron checkpoints -------------------------------------------------------------------------------------------
