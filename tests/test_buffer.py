@@ -579,5 +579,6 @@ def test_plan_reads_lengths_only_once_packed():
 def test_namespace_configs_are_enough():
     """plan and pack read a handful of fields: a notebook may call them with any object that has those."""
     cfg = SimpleNamespace(num_steps_per_rollout=1, max_tokens_per_gpu=50, calculate_per_token_loss=False, fixed_loss_length=None,
-                          reward_key=None, overlong_filtering=False, opd_teacher_url=None)
+                          reward_key=None, overlong_filtering=False, opd_teacher_url=None, context_parallel_size=1,
+                          virtual_pipeline_model_parallel_size=None, use_rollout_routing_replay=False)
     assert len(buffer.plan(cfg, train_data(cfg, random_samples()), 2)[0]) == 2

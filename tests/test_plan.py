@@ -41,6 +41,7 @@ def cuda_cfg(**changes):
 
 def real_count(c) -> int:
     with torch.device("meta"):
+        c.pad_token_id = None                # GLM-4's own lies outside a smaller vocabulary
         model = AutoModelForCausalLM.from_config(c)
     return sum(p.numel() for p in model.parameters())
 
