@@ -528,7 +528,8 @@ def check_stages(hf_config, cfg):
     ends = [cfg.megatron.get(f"num_layers_in_{which}_pipeline_stage") for which in ("first", "last")]
     given = [n for n in ends if n is not None]
     rest, stages = layers - sum(given), pp - len(given)
-    if stages < 0 or (stages and rest % stages) or (not stages and rest):
+    uneven = rest % stages or rest < stages if stages > 0 else rest != 0     # and no stage without a layer
+    if stages < 0 or uneven or min(given, default=1) < 1:
         raise ValueError(f"{layers} layers cannot be dealt to pp {pp} stages ({rest} over {stages} of them); set "
                          "megatron=dict(num_layers_in_first_pipeline_stage=..., num_layers_in_last_pipeline_stage=...) so "
                          "that the rest divides")

@@ -108,5 +108,5 @@ def read_config(cfg):
                                  "give a folder") from None
             values, source = PUBLISHED[name], "configs/shapes.py (hub not reached)"
     from transformers import AutoConfig      # 3 s; knows what a config.json leaves out
-    kind = dict(kimi_k2="deepseek_v3").get(values["model_type"], values["model_type"])
+    kind = dict(kimi_k2="deepseek_v3", mimo="qwen2").get(values["model_type"], values["model_type"])
     return AutoConfig.for_model(kind, **{key: value for key, value in values.items() if key != "model_type"}), source

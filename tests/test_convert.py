@@ -313,7 +313,8 @@ def test_experts_and_stages_that_do_not_divide_are_refused():
         families.check_tp(make_config("qwen3"), 1, 2)
     first = "num_layers_in_first_pipeline_stage"
     for pp, vpp, megatron, message in ((3, None, {}, "4 layers cannot be dealt to pp 3"), (2, 3, {}, "no multiple of virtual"),
-                                       (3, None, {first: 1}, r"\(3 over 2 of them\)"), (1, None, {first: 2}, "4 layers")):
+                                       (3, None, {first: 1}, r"\(3 over 2 of them\)"), (1, None, {first: 2}, "4 layers"),
+                                       (3, None, {first: 4}, "4 layers"), (2, None, {first: 5}, "4 layers")):
         settings = helpers.make_cfg(pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, megatron=megatron)
         with pytest.raises(ValueError, match=message):
             families.check_stages(cfg, settings)
