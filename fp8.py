@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from families import head_dim_of
+
 BLOCK, LARGEST = 128, 448.0                  # rows and columns of a block; e4m3's largest number
 SUFFIX = "_scale_inv"                        # of the scale's name, after the weight's
 # What config.json says of such a folder. transformers would turn an untied output layer into fp8 too; SGLang never does.
@@ -85,12 +87,10 @@ def check_engine(hf_config, tp_size: int) -> None:
         raise ValueError("rollout_quantization='fp8': SGLang 0.5.17 renames a Llama's weight_scale_inv while loading and then "
                          "drops it; set rollout_quantization=None, or use a Qwen model")
     heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    width = head_dim_of(hf_config)
     sizes = {"hidden_size": hf_config.hidden_size,           # rows of activations are quantised in pieces of 128
              "intermediate_size / tp": hf_config.intermediate_size / tp_size,
-             "moe_intermediate_size / tp": (getattr(hf_config, "moe_intermediate_size", None) or 0) / tp_size,
-             "shared_expert_intermediate_size / tp":
-                 (getattr(hf_config, "shared_expert_intermediate_size", None) or 0) / tp_size}
+             "moe_intermediate_size / tp": (getattr(hf_config, "moe_intermediate_size", None) or 0) / tp_size}
     if not getattr(hf_config, "kv_lora_rank", None):         # latent attention has other matrices
         sizes |= {"heads * head_dim / tp": heads * width / tp_size,
                   "kv heads * head_dim / tp": max(groups / tp_size, 1) * width}

@@ -253,7 +253,8 @@ class MegatronModel:
         return batch
 
     def forward_step(self, post: Callable, data_iterator, model):
-        """Megatron's forward_step_func: run one micro-batch; `post(batch, hidden)` is called on the last stage only."""
+        """Megatron's forward_step_func: run one micro-batch; `post(batch, own, hidden)` is called on the last
+        stage only. own: which of the batch's tokens this cp rank holds."""
         batch = next(data_iterator)
         packing, own = layers.pack_for(batch.cu_seqlens, batch.max_seqlen, self.grid.cp_rank, self.grid.cp_size)
         position = batch.position_ids[:, own]                                                     # [1, T/cp]
@@ -262,7 +263,7 @@ class MegatronModel:
         if self.config.num_moe_experts:
             self.tell_routers(batch, packing, own)
         hidden = model(batch.tokens[:, own], position, None, packed_seq_params=packing)
-        return hidden, partial(post, batch)
+        return hidden, partial(post, batch, own)
 
     def tell_routers(self, batch: PackedBatch, packing: layers.Packing, own) -> None:
         """Which tokens are real, where to count them; which experts to take, or where to write down which were taken."""
@@ -280,12 +281,11 @@ class MegatronModel:
                 shape = len(packing.real), self.config.num_layers, self.config.moe_router_topk
                 packing.recorded = self.routes.setdefault(key, packing.real.new_full(shape, -1, dtype=torch.int16))
 
-    def head_rows(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor | slice]:
+    def head_rows(self, batch: PackedBatch, own, hidden: Tensor) -> tuple[Tensor, Tensor | slice]:
         """Last stage's hidden states [T/cp, 1, H] -> those that predict this cp rank's part of the response tokens [R', H],
         and which of the R these are."""
         if self.grid.cp_size == 1:
             return hidden[:, 0].index_select(0, batch.logit_index), slice(None)
-        own = layers.zigzag(batch.cu_seqlens, self.grid.cp_rank, self.grid.cp_size)[0]
         place = torch.full_like(batch.position_ids[0], -1)
         place[own] = torch.arange(len(own), device=place.device)                                  # [T] token -> row here
         row = place[batch.logit_index]                                                            # [R]
@@ -296,14 +296,14 @@ class MegatronModel:
         """This cp rank's part [R'] -> all response tokens [R], on every cp rank."""
         return x if self.grid.cp_size == 1 else PutTogether.apply(x, mine, len(batch.targets), self.grid.cp_group)
 
-    def log_probs(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def log_probs(self, batch: PackedBatch, own, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Last stage's hidden states -> logp, entropy of the response tokens [R]."""
         # Backward of both: sum over TP ranks, each of which saw only its part of the vocabulary.
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)                 # [T/tp, 1, H] -> [T, 1, H]
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)                 # [T, 1, H]
-        rows, mine = self.head_rows(batch, hidden)                                                # no prompts
+        rows, mine = self.head_rows(batch, own, hidden)                                           # no prompts
         both = logprobs.log_probs_and_entropy(
             rows, self.modules[-1].output_weight(), batch.targets[mine],
             temperature=self.cfg.rollout_temperature if self.cfg.loss_type != "sft" else 1.0, vocab_size=self.vocab_size,
@@ -311,11 +311,11 @@ class MegatronModel:
             fp32_logits=self.cfg.true_on_policy_mode)
         return tuple(self.whole(x, mine, batch) for x in both)
 
-    def values(self, batch: PackedBatch, hidden: Tensor) -> Tensor:
+    def values(self, batch: PackedBatch, own, hidden: Tensor) -> Tensor:
         """A critic's last hidden states -> V of the response tokens [R]."""
         if self.config.sequence_parallel:    # backward: each rank takes its part of a gradient that all ranks have whole
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        rows, mine = self.head_rows(batch, hidden)
+        rows, mine = self.head_rows(batch, own, hidden)
         return self.whole(self.modules[-1].output_layer(rows), mine, batch)
 
     def run(self, batches: list[PackedBatch], post: Callable, forward_only: bool) -> list:
@@ -340,8 +340,8 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.eval()
 
-        def post(batch, hidden, non_loss_data=True):
-            return self.values(batch, hidden) if self.value_head else self.log_probs(batch, hidden)[0]
+        def post(batch, own, hidden, non_loss_data=True):
+            return self.values(batch, own, hidden) if self.value_head else self.log_probs(batch, own, hidden)[0]
         return self.run(batches, post, forward_only=True)
 
     def train_step(self, batches: list[PackedBatch], loss_fn: Callable) -> dict[str, float]:
@@ -358,11 +358,11 @@ class MegatronModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def post(batch, hidden):
+        def post(batch, own, hidden):
             if self.value_head:
-                head = {"values": self.values(batch, hidden)}
+                head = {"values": self.values(batch, own, hidden)}
             else:
-                head = dict(zip(("logp", "entropy"), self.log_probs(batch, hidden)))
+                head = dict(zip(("logp", "entropy"), self.log_probs(batch, own, hidden)))
             loss, sums = loss_fn(algos.LossInput(batch.weight, batch.sample, **head, **batch.per_token))
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums   # 0 tokens: divide by nothing
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from configs.base import Config, dp_size, need
 from configs.validate import validate_layout
-from sizes import Parameters, head_dim, is_mla, moe_layers, num_experts, of_layers, parameters, read_config, vocab
+from families import head_dim_of, layers_with_experts, num_experts
+from sizes import Parameters, is_mla, of_layers, parameters, read_config, vocab
 
 GPU_MIB = {"A100": 81920, "H100": 81559, "H20": 97871, "H200": 143771, "B200": 183359}    # nvidia-smi's memory.total
 CUDA = 0.05                                  # share of a GPU: contexts and kernels of both sides
@@ -55,8 +56,8 @@ class Rank:
 
 
 def stages(cfg, c) -> list[list[bool]]:
-    """The layers of each pipeline stage, as moe_layers gives them; with virtual stages each takes several runs of layers."""
-    pp, runs, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, moe_layers(c)
+    """The layers of each pipeline stage, as layers_with_experts gives them; with virtual stages each takes several runs."""
+    pp, runs, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, layers_with_experts(c)
     given = {0: "num_layers_in_first_pipeline_stage", pp - 1: "num_layers_in_last_pipeline_stage"}
     ends = {stage: cfg.megatron[key] for stage, key in given.items() if pp > 1 and cfg.megatron.get(key)}
     rest, others = len(layers) - sum(ends.values()), pp - len(ends)
@@ -99,7 +100,7 @@ def layer_activations(cfg, c, moe: bool) -> float:
         stream += 2 * (c.kv_lora_rank + (c.q_lora_rank or 0)) + c.qk_rope_head_dim
         inside = heads * (3 * wide + c.qk_nope_head_dim + 2 * c.v_head_dim)    # q, rotated q, k; k and v as projected; output
     else:
-        inside = 3 * (heads + c.num_key_value_heads) * head_dim(c)             # q, k, v; rotated q, k; output
+        inside = 3 * (heads + c.num_key_value_heads) * head_dim_of(c)          # q, k, v; rotated q, k; output
     if moe:                                  # each of k copies: input, gate and up, their product
         shared = getattr(c, "n_shared_experts", 0) or 0
         inside += c.num_experts_per_tok * (hidden + 3 * c.moe_intermediate_size) + 3 * shared * c.moe_intermediate_size
@@ -169,7 +170,7 @@ def engine(cfg, c, gpu_bytes: float) -> Engine:
     width = cfg.rollout_num_gpus_per_engine
     tp = max(width // groups, 1)
     # MLA: the latent, on each GPU; else k and v of at least one head.
-    each = c.kv_lora_rank + c.qk_rope_head_dim if is_mla(c) else 2 * max(c.num_key_value_heads / tp, 1) * head_dim(c)
+    each = c.kv_lora_rank + c.qk_rope_head_dim if is_mla(c) else 2 * max(c.num_key_value_heads / tp, 1) * head_dim_of(c)
     token_bytes = c.num_hidden_layers * each * (1 if str(cfg.sglang.get("kv_cache_dtype")).startswith("fp8") else 2)
     weights = model_bytes(cfg, c, tp, width)
     cache = max(cfg.sglang.get("mem_fraction_static", ENGINE_SHARE) * gpu_bytes - weights, 0)

@@ -1,7 +1,7 @@
 """
 sizes.py: how large is this model? What config.json says of its layers, and the parameters of each.
 
-    hf_checkpoint --read_config--> config --parameters, layer, moe_layers--> counts, by how a layout may cut them
+    hf_checkpoint --read_config--> config --parameters, layer, layers_with_experts--> counts, by how a layout may cut them
 
 Test:  pytest tests/test_plan.py       (exactly what transformers' models have, for every family and every published size)
 Knows nothing about: layouts, GPUs, bytes (plan.py). Everywhere: c is the model's config, as transformers gives it.
@@ -11,6 +11,8 @@ import json
 import pathlib
 import urllib.request
 from dataclasses import dataclass
+
+from families import ALIASES, head_dim_of, layers_with_experts, num_experts
 
 
 # ---- Parameters --------------------------------------------------------------------------------------------------------
@@ -32,25 +34,8 @@ class Parameters:
         return self.cut + self.whole + self.experts
 
 
-def head_dim(c) -> int:
-    return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-
-
 def is_mla(c) -> bool:                       # DeepSeek's latent attention (2405.04434, sec. 2.1)
     return bool(getattr(c, "kv_lora_rank", None))
-
-
-def num_experts(c) -> int:
-    return getattr(c, "n_routed_experts", None) or getattr(c, "num_experts", None) or 0
-
-
-def moe_layers(c) -> list[bool]:
-    """For each layer whether it has experts."""
-    if not num_experts(c):
-        return [False] * c.num_hidden_layers
-    first, step = getattr(c, "first_k_dense_replace", 0), getattr(c, "decoder_sparse_step", 1)
-    dense = getattr(c, "mlp_only_layers", [])
-    return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(c.num_hidden_layers)]
 
 
 def layer(c, moe: bool) -> Parameters:
@@ -61,10 +46,10 @@ def layer(c, moe: bool) -> Parameters:
         up = heads * ((q_rank or hidden) * wide + rank * (c.qk_nope_head_dim + c.v_head_dim) + c.v_head_dim * hidden)
         attention = Parameters(up, down)
     else:
-        rows = (heads + 2 * c.num_key_value_heads) * head_dim(c)               # of q, k and v together
+        rows = (heads + 2 * c.num_key_value_heads) * head_dim_of(c)            # of q, k and v together
         bias = c.model_type == "qwen2" or getattr(c, "attention_bias", False)
         norm = c.model_type in ("qwen3", "qwen3_moe") or getattr(c, "use_qk_norm", False)
-        attention = Parameters(hidden * (rows + heads * head_dim(c)) + bias * rows, 2 * head_dim(c) * norm)
+        attention = Parameters(hidden * (rows + heads * head_dim_of(c)) + bias * rows, 2 * head_dim_of(c) * norm)
     mlp = Parameters(3 * hidden * c.intermediate_size)
     if moe:
         each = 3 * hidden * c.moe_intermediate_size
@@ -74,7 +59,7 @@ def layer(c, moe: bool) -> Parameters:
 
 def parameters(c) -> Parameters:
     """Of the whole model: what transformers' parameters() add up to."""
-    return of_layers(c, moe_layers(c)) + Parameters(vocab(c), c.hidden_size)
+    return of_layers(c, layers_with_experts(c)) + Parameters(vocab(c), c.hidden_size)
 
 
 def vocab(c) -> int:
@@ -108,5 +93,5 @@ def read_config(cfg):
                                  "give a folder") from None
             values, source = PUBLISHED[name], "configs/shapes.py (hub not reached)"
     from transformers import AutoConfig      # 3 s; knows what a config.json leaves out
-    kind = dict(kimi_k2="deepseek_v3", mimo="qwen2").get(values["model_type"], values["model_type"])
+    kind = ALIASES.get(values["model_type"], (values["model_type"],))[0]
     return AutoConfig.for_model(kind, **{key: value for key, value in values.items() if key != "model_type"}), source

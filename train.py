@@ -149,9 +149,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         families.check_tp(hf_config, cfg.tensor_model_parallel_size, cfg.expert_model_parallel_size,
                           cfg.expert_tensor_parallel_size)
         families.check_stages(hf_config, cfg)
-        if families.num_experts(hf_config) and cfg.tensor_model_parallel_size > 1 and not cfg.sequence_parallel:
-            raise ValueError(f"{hf_config.model_type} has experts, which Megatron trains under tensor parallelism only with "
-                             "sequence parallelism; set sequence_parallel=True")
+        plan.check_model(cfg, hf_config)
         if (cfg.use_routing_replay or cfg.use_rollout_routing_replay) and not families.num_experts(hf_config):
             raise ValueError(f"routing replay is for models with experts, and {hf_config.model_type} has none; remove it")
         for other in filter(None, (cfg.ref_load, cfg.opd_teacher_load)):

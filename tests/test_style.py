@@ -27,10 +27,10 @@ MAY_IMPORT = {                               # of our own modules
     "actor": {"model", "layers", "algos", "buffer", "weights_sync", "convert", "engines", "configs"},
     "model": {"convert", "families", "algos", "logprobs", "buffer", "ranks", "layers", "moe"}, "ranks": {"logprobs", "gloo"}, "layers": {"logprobs", "moe"},
     "moe": {"logprobs"}, "algos": {"logprobs"}, "buffer": {"chat"},
-    "weights_sync": {"convert", "families", "fp8", "engines"}, "convert": {"families", "fp8", "checkpoints"},
-    "checkpoints": {"families", "model", "buffer", "configs", "engines"}, "memory": {"plan"}, "plan": {"sizes", "configs"},
-    "sizes": {"configs"}, "bench": {"train", "checks", "configs", "buffer", "engines", "algos", "model", "layers"},
-    "base": {"configs"}} | dict.fromkeys(["engines", "placement", "checks", "rewards", "logprobs", "chat", "families", "fp8", "cpu", "gloo",
+    "weights_sync": {"convert", "families", "fp8", "engines"}, "fp8": {"families"}, "convert": {"families", "fp8", "checkpoints"},
+    "checkpoints": {"families", "model", "buffer", "configs", "engines"}, "memory": {"plan"}, "plan": {"sizes", "families", "configs"},
+    "sizes": {"families", "configs"}, "bench": {"train", "checks", "configs", "buffer", "engines", "algos", "model", "layers"},
+    "base": {"configs"}} | dict.fromkeys(["engines", "placement", "checks", "rewards", "logprobs", "chat", "families", "cpu", "gloo",
                                           "logs", "mend"], set())
 FILES = sorted([*ROOT.glob("*.py"), *(p for p in ROOT.glob("configs/*.py") if p.name != "__init__.py")])
 OURS = {p.stem for p in ROOT.glob("*.py")} | {"configs"}
