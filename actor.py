@@ -38,7 +38,7 @@ class TrainActor:
     def start(self, address: tuple[str, int], hf_folder: str, others: dict[str, str], total_steps: int, disk_dir: str) -> dict:
         """Join the group, build the model, load the weights. -> what the driver should know."""
         import torch                         # heavy imports here: the driver, which imports this file, needs none of them
-        if self.cfg.device == "cpu":
+        if self.cfg.device == "cpu" or self.cfg.megatron.get("optimizer_cpu_offload"):
             import os
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.cfg.actor_num_gpus))
         if self.cfg.deterministic:

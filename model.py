@@ -11,6 +11,7 @@ Shapes: T packed tokens, R response tokens, V vocabulary, H hidden, tp tensor-pa
 """
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import pathlib
@@ -25,6 +26,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -184,13 +186,27 @@ class MegatronModel:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
         distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = False
+        megatron_optimizer.Adam, megatron_optimizer.CPUAdam = torch.optim.AdamW, AdamOnCPU
         opt = dict(optimizer="adam", lr=cfg.lr, min_lr=cfg.min_lr, weight_decay=cfg.weight_decay, adam_beta1=cfg.adam_beta1,
                    adam_beta2=cfg.adam_beta2, adam_eps=cfg.adam_eps, clip_grad=cfg.clip_grad, params_dtype=self.dtype,
                    bf16=self.dtype == torch.bfloat16, use_distributed_optimizer=cfg.use_distributed_optimizer)
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(**opt | pick(OptimizerConfig, cfg.megatron)), self.chunks)
+        # For optimizer_cpu_offload: all of it unless a fraction is given; gradients go down, weights come up while Adam works.
+        opt |= dict(optimizer_offload_fraction=1.0, overlap_cpu_optimizer_d2h_h2d=True)
+        config = OptimizerConfig(**opt | pick(OptimizerConfig, cfg.megatron))
+        if config.optimizer_cpu_offload:
+            # Main weights only where their Adam is, not on the GPU as well. NOTE: given to the constructor it would ask for
+            # Transformer Engine's version, also where there is none.
+            config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+            config.store_param_remainders = False
+        self.optimizer = get_megatron_optimizer(config, self.chunks)
         for adam in adams(self.optimizer):
             for group in adam.param_groups:
                 group.update(fused=True, foreach=False)          # one pass over the state instead of ten
+        for one in inner_optimizers(self.optimizer):             # an offloaded one has classes there, no part of a checkpoint
+            for group in one.param_groups:
+                for key in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
+                    group.pop(key, None)
+        gc.collect()                         # Megatron builds an offloaded one twice, and the first is a cycle
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads   # sums over DP, SP norms, tied embeddings over PP
         steps = max(cfg.lr_decay_iters or total_steps, cfg.lr_warmup_iters + 1)
@@ -479,8 +495,9 @@ class MegatronModel:
         found = {}
 
         def add(kind, tensors):
-            for tensor in tensors:
-                found.setdefault(tensor.untyped_storage()._cdata, (tensor.untyped_storage(), kind))
+            for tensor in tensors:           # those of an offloaded optimizer are in CPU memory already
+                if tensor.device.type == self.device.type:
+                    found.setdefault(tensor.untyped_storage()._cdata, (tensor.untyped_storage(), kind))
         add("weights", [param for module in self.modules for param in module.parameters()])
         for chunk in self.chunks:
             add("gradients", [one.grad_data for one in chunk.buffers + chunk.expert_parallel_buffers])
@@ -537,9 +554,18 @@ class MegatronModel:
         return models | {"scheduler": self.scheduler.state_dict(), "optimizer": optimizer}
 
 
-def adams(optimizer) -> list[torch.optim.Optimizer]:
-    """Torch's own optimizers inside Megatron's wrappers."""
+class AdamOnCPU(torch.optim.AdamW):
+    """Megatron tells by the class where the state of an offloaded optimizer's parts belongs."""
+
+
+def inner_optimizers(optimizer) -> list[torch.optim.Optimizer]:
+    """What is inside Megatron's wrappers: torch's Adam or, with optimizer_cpu_offload, Megatron's of several Adams."""
     return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def adams(optimizer) -> list[torch.optim.Optimizer]:
+    """Torch's own optimizers; those of an offloaded one have their parameters in CPU memory."""
+    return [adam for one in inner_optimizers(optimizer) for adam in getattr(one, "sub_optimizers", [one])]
 
 
 def make_adam_state(optimizer) -> None:
@@ -552,11 +578,14 @@ def make_adam_state(optimizer) -> None:
             if not adam.state[param]:
                 adam.state[param] = {"step": torch.tensor(0.0, device=param.device), "exp_avg": torch.zeros_like(param),
                                      "exp_avg_sq": torch.zeros_like(param)}
+    for one in inner_optimizers(optimizer):
+        if isinstance(one, HybridDeviceOptimizer):
+            one._sync_sub_optimizers_state_to_hdo()      # where Megatron looks for it
 
 
 @contextlib.contextmanager
 def torch_adam_state(optimizer):
-    """Three repairs of Megatron's optimizer loading for torch's Adam.
+    """Repairs of Megatron's optimizer loading for torch's Adam.
 
     It asks a fresh optimizer for its state. It copies every entry of a parameter's state and finds
     no "step" in the file, where that is stored once. And it hands one step tensor to all parameters, which Adam would then
@@ -575,6 +604,9 @@ def torch_adam_state(optimizer):
         yield
     finally:
         DistributedOptimizer._set_main_param_and_optimizer_states = original
+    for one in inner_optimizers(optimizer):
+        if isinstance(one, HybridDeviceOptimizer):
+            one._sync_hdo_state_to_sub_optimizers()      # which Megatron leaves out for this format
     for adam in adams(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].to(state.get("exp_avg", state["step"]).device, copy=True)

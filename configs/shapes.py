@@ -81,19 +81,48 @@ def random_model(name: str, **changes):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-        config = AutoConfig.for_model(**values, max_position_embeddings=40960, bos_token_id=None, eos_token_id=1,
-                                      pad_token_id=0)
+        ids = dict(max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+        config = AutoConfig.for_model(**values, **ids)
+        # A layer of each kind; the others are written like the last of them.
+        few = min(values.get("first_k_dense_replace", 0) + 1, config.num_hidden_layers)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.set_default_dtype(torch.bfloat16)
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values | ids | dict(num_hidden_layers=few)))
             torch.set_default_dtype(torch.float32)
         model.save_pretrained(folder)
+        config.architectures, config.dtype = model.config.architectures, model.config.dtype
+        config.save_pretrained(folder)
+        del model
+        lengthen(pathlib.Path(folder), few, config.num_hidden_layers)
         if values["model_type"] == "deepseek_v3":
             path = pathlib.Path(folder) / "config.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | ROUTER))
     write.published = f"{name} {changes}" if changes else name           # so that sizes.py knows the shape
     PUBLISHED[write.published] = values
     return write
+
+
+def lengthen(folder, have: int, layers: int) -> None:
+    """Give a saved model more layers, each like its last one with other random numbers. One layer in memory at a time."""
+    import json
+
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    where, last = {}, {}
+    for path in sorted(folder.glob("*.safetensors")):
+        path = path.rename(folder / f"first-{path.name}")        # a model.safetensors would be read for the whole model
+        with safe_open(path, "pt") as file:
+            where |= dict.fromkeys(file.keys(), path.name)
+            last |= {name: file.get_tensor(name) for name in file.keys() if f".layers.{have - 1}." in name}
+    for i in range(have, layers):
+        own = {name.replace(f".layers.{have - 1}.", f".layers.{i}."): tensor if tensor.dim() == 1 else
+               torch.empty_like(tensor, device=device).normal_(std=0.02).cpu() for name, tensor in last.items()}
+        save_file(own, folder / f"layer-{i}.safetensors", {"format": "pt"})
+        where |= dict.fromkeys(own, f"layer-{i}.safetensors")
+    size = sum((folder / name).stat().st_size for name in set(where.values()))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}))
 
 
 qwen3_0p6b, qwen3_1p7b, qwen3_4b, qwen3_8b = (random_model(f"Qwen/Qwen3-{size.upper()}") for size in QWEN3)

@@ -263,6 +263,10 @@ def validate_passthrough(cfg: Config) -> None:
                           {"tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "lr", "min_lr",
                            "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "use_distributed_optimizer",
                            "params_dtype", "bf16", "calculate_per_token_loss"})
+    if cfg.megatron.get("optimizer_cpu_offload"):
+        for key, must in dict(device="cuda", dtype="bfloat16", use_distributed_optimizer=True).items():
+            need(getattr(cfg, key) == must, "megatron['optimizer_cpu_offload'] takes the distributed optimizer of a bf16 "
+                 f"model from the GPU to the CPU; set {key}={must!r}, or remove it")
     if cfg.sglang:
         from sglang.srt.server_args import ServerArgs
         check_passthrough("sglang", cfg.sglang, (ServerArgs,), {
