@@ -1,8 +1,9 @@
 """
-moe.py: what is a layer with experts made of? The router's hooks and the experts; dispatch between ranks is Megatron's.
+moe.py: what is a layer with experts made of? The router's hooks, the dispatcher and the experts; what goes between ranks is
+Megatron's.
 
-    hidden [T, H] --Router--> k experts a token, their weights --Megatron's all-to-all--> tokens sorted by expert
-    --GroupedExperts--> each token through its expert, times its weight --all-to-all--> summed over k [T, H]
+    hidden [T, H] --Router--> k experts a token, their weights --Dispatcher--> copies sorted by expert, through an all-to-all
+    --GroupedExperts--> each copy through its expert, times its weight --Dispatcher--> back, summed over k [T, H]
 
     Router: counts each expert's tokens (train/moe_*), and can be told which experts to take (routing replay)
 
@@ -19,7 +20,9 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -27,9 +30,10 @@ import logprobs
 
 
 def spec(config) -> ModuleSpec:
-    """Megatron's MoELayer with our router and experts."""
+    """Megatron's MoELayer with our router, dispatcher and experts."""
     layer = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     layer.submodules.router, layer.submodules.experts = Router, GroupedExperts
+    moe_layer.MoEAlltoAllTokenDispatcher = Dispatcher    # MoELayer builds the one that has this name, and asks no spec
     return layer
 
 
@@ -40,8 +44,7 @@ class Router(TopKRouter):
     Routing replay. Rounding makes trainer and engine (or two passes of the trainer) choose other experts for some tokens, and
     those tokens' log-probs differ by far more than rounding. So a choice is made once and used again: the engine's in every
     pass of the policy (R3, 2510.11370; a reference chooses for itself), or that of the old log-probs' pass in training (R2,
-    2507.18071 sec. 5.3). The weights of the chosen
-    are computed anew, with their gradient.
+    2507.18071 sec. 5.3). The weights of the chosen are computed anew, with their gradient.
     """
 
     def __init__(self, *args, **kwargs):
@@ -93,6 +96,73 @@ def balance(load: Tensor) -> dict[str, float]:
     load = load[load.sum(1) > 0]
     return {"moe_load_imbalance": (load.amax(1) / load.mean(1)).mean().item(),
             "moe_idle_experts": (load == 0).float().mean().item()}
+
+
+# ---- Dispatcher ----------------------------------------------------------------------------------------------------------
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's, but for how a rank copies its own tokens. Megatron adds a token's k results (and in the backward pass the
+    gradients of its k copies) to the same row by atomic adds in bf16. Here each token fetches its k rows and sums them in
+    fp32: faster, more exact, and the same bits every time. And with all experts on this rank, nobody waits for the GPU to
+    tell how many tokens each of them got."""
+
+    def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, 1, H], routing_map and probs [T, E] -> copies sorted by expert [T * k, H], their weights [T * k]"""
+        self.hidden_shape, self.probs, self.tokens_per_expert = hidden.shape, probs, self.preprocess(routing_map)
+        self.alone = self.ep_size * self.tp_size == 1
+        if not self.alone:                   # an all-to-all wants the numbers on the CPU
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        experts = routing_map.byte().topk(self.config.moe_router_topk, dim=1).indices             # [T, k]
+        sorted_place = routing_map.T.flatten().cumsum(0).view(routing_map.T.shape).T - 1          # [T, E]
+        self.row = sorted_place.gather(1, experts)                                                # [T, k]
+        self.copy = torch.empty_like(self.row.flatten())                                          # [T * k] row -> t * k + j
+        self.copy[self.row.flatten()] = torch.arange(self.row.numel(), device=hidden.device)
+        weights = probs.gather(1, experts).flatten().index_select(0, self.copy)
+        return Spread.apply(hidden.flatten(0, 1), self.row, self.copy), weights
+
+    def dispatch_postprocess(self, copies: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (copies, self.tokens_per_expert, weights) if self.alone else super().dispatch_postprocess(copies, weights)
+
+    def combine_preprocess(self, copies: Tensor) -> Tensor:
+        return copies if self.alone else super().combine_preprocess(copies)
+
+    def combine_postprocess(self, copies: Tensor) -> Tensor:
+        return Collect.apply(copies, self.row, self.copy).view(self.hidden_shape)
+
+
+@logprobs.fused
+def sum_of_copies(copies: Tensor, row: Tensor) -> Tensor:
+    """copies [T * k, H], row [T, k] of each token's -> [T, H], summed in fp32"""
+    total = copies[row[:, 0]].float()
+    for j in range(1, row.shape[1]):
+        total = total + copies[row[:, j]].float()
+    return total.to(copies.dtype)
+
+
+class Spread(torch.autograd.Function):
+    """[T, H] -> each token's k copies, at their rows [T * k, H]"""
+
+    @staticmethod
+    def forward(ctx, tokens, row, copy):
+        ctx.save_for_backward(row)
+        return tokens.index_select(0, copy // row.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return sum_of_copies(grad, *ctx.saved_tensors), None, None
+
+
+class Collect(torch.autograd.Function):
+    """The other way: [T * k, H] -> the sum of each token's copies [T, H]"""
+
+    @staticmethod
+    def forward(ctx, copies, row, copy):
+        ctx.save_for_backward(row, copy)
+        return sum_of_copies(copies, row)
+
+    @staticmethod
+    def backward(ctx, grad):
+        row, copy = ctx.saved_tensors
+        return grad.index_select(0, copy // row.shape[1]), None, None
 
 
 # ---- Experts -----------------------------------------------------------------------------------------------------------

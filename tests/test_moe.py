@@ -131,6 +131,29 @@ def test_the_kept_routes_are_taken_though_the_routers_changed(results):
     assert ((counts - out["R2 load"]).abs().sum(1) <= padding * K).all()
 
 
+def test_copies_as_in_megatron():
+    """Where rows go, what comes back, and both gradients, against Megatron's functions."""
+    import types
+
+    import moe
+    from megatron.core.transformer.moe import moe_utils
+    g = torch.Generator().manual_seed(0)
+    map_ = torch.zeros(37, E, dtype=torch.bool).scatter_(1, torch.rand(37, E, generator=g).topk(3).indices, True)
+    probs = torch.where(map_, torch.rand(37, E, generator=g), 0.0).requires_grad_()
+    tokens, rows = (torch.randn(n, 16, generator=g, requires_grad=True) for n in (37, 3 * 37))
+    ours = moe.Dispatcher.__new__(moe.Dispatcher)
+    ours.ep_size = ours.tp_size = 1
+    ours.config, ours.preprocess = types.SimpleNamespace(moe_router_topk=3), lambda routing_map: routing_map.sum(0)
+    *theirs, order = moe_utils.permute(tokens, map_, probs=probs, num_out_tokens=3 * 37)
+    back = moe_utils.unpermute(rows, order, tokens.shape)
+    pairs = [*zip(theirs, ours.dispatch_preprocess(tokens[:, None], map_, probs), (tokens, probs)),
+             (back, ours.combine_postprocess(rows)[:, 0], rows)]
+    for want, got, leaf in pairs:
+        torch.testing.assert_close(got, want)
+        aim = torch.randn(want.shape, generator=g)
+        torch.testing.assert_close(*(torch.autograd.grad((x * aim).sum(), leaf)[0] for x in (got, want)))
+
+
 def test_balance():
     import moe
     load = torch.tensor([[4.0, 4.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]])      # the last layer is dense
