@@ -3,7 +3,7 @@ families.py: does each model family work from end to end? A table of checks; eve
 
     tiny random model --> log-probs | round trip | sync | fp8 --> | family | 2e-06 | 57 of 57 tensors | ... |
 
-Run:   python benchmarks/families.py [FAMILY ...]        all ten: about 15 minutes on 2 cores; 1 is returned if a cell fails
+Run:   python benchmarks/every_family.py [FAMILY ...]        all ten: about 15 minutes on 2 cores; 1 is returned if a cell fails
 
     log-probs    our model against transformers on 64 tokens: largest |a - b|
     round trip   Hugging Face folder -> Megatron checkpoint -> Hugging Face folder: how many tensors are the same, bit for bit
