@@ -314,12 +314,16 @@ FAMILIES = {f.model_type: f for f in [
 ALIASES = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"), "mimo": ("qwen2", "MiMoForCausalLM")}
 
 
+def has_experts(cfg, i: int) -> bool:
+    """Whether layer i is one with experts."""
+    if cfg.model_type == "qwen3_moe":
+        return i not in (cfg.mlp_only_layers or ()) and (i + 1) % cfg.decoder_sparse_step == 0
+    return hasattr(cfg, "n_routed_experts") and i >= cfg.first_k_dense_replace
+
+
 def layers_with_experts(cfg) -> list[int]:
     """1 for each layer with experts, 0 for a dense one; Megatron's moe_layer_freq."""
-    layers = range(cfg.num_hidden_layers)
-    if cfg.model_type == "qwen3_moe":
-        return [int(i not in (cfg.mlp_only_layers or ()) and (i + 1) % cfg.decoder_sparse_step == 0) for i in layers]
-    return [int(hasattr(cfg, "n_routed_experts") and i >= cfg.first_k_dense_replace) for i in layers]
+    return [int(has_experts(cfg, i)) for i in range(cfg.num_hidden_layers)]
 
 
 def num_experts(cfg) -> int:
@@ -551,16 +555,15 @@ def find_rule(hf_config, megatron_name: str) -> tuple[Rule, int | None]:
     i = int(number[1]) if number else None
     pattern = megatron_name if i is None else megatron_name.replace(f".{i}.", ".{i}.", 1)
     for rule in lookup(hf_config.model_type).rules(hf_config):
-        if rule.megatron == pattern and (i is None or i in layers_of(rule, hf_config)):
+        if rule.megatron == pattern and (i is None or covers(rule, hf_config, i)):
             return rule, i
     raise KeyError(f"no rule of {hf_config.model_type} ({hf_config.num_hidden_layers} layers) covers the Megatron "
                    f"parameter {megatron_name!r}; add one in families.py, or do not ask for it")
 
 
-def layers_of(rule: Rule, hf_config) -> list[int]:
-    """Global numbers of the layers that the rule is about."""
-    moe = layers_with_experts(hf_config)
-    return [i for i, experts in enumerate(moe) if rule.layers == "all" or experts == (rule.layers == "moe")]
+def covers(rule: Rule, hf_config, i: int) -> bool:
+    """Whether the rule is about layer i."""
+    return i < hf_config.num_hidden_layers and (rule.layers == "all" or has_experts(hf_config, i) == (rule.layers == "moe"))
 
 
 def to_megatron(hf_config, megatron_name, get_hf_tensor, tp_rank: int, tp_size: int, expert: int | None = None) -> Tensor:
@@ -594,7 +597,8 @@ def hf_names(hf_config) -> set[str]:
     for rule in lookup(hf_config.model_type).rules(hf_config):
         if not rule.load_only:
             experts = range(num_experts(hf_config)) if rule.of_experts else [None]
-            names |= {name.format(i=i, e=e) for name in rule.hf for i in layers_of(rule, hf_config) for e in experts}
+            layers = [i for i in range(hf_config.num_hidden_layers) if covers(rule, hf_config, i)]
+            names |= {name.format(i=i, e=e) for name in rule.hf for i in layers for e in experts}
     return names
 
 

@@ -34,6 +34,7 @@ import fp8
 from engines import call, free_port
 
 GROUP = "nanoslime_weights"
+PIECE = 2**28                                # bytes of experts that are gathered at a time
 
 
 # ---- Gathering -------------------------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ class Bucket:
 @torch.no_grad()
 def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
     """(HF name, full tensor) of one pipeline stage's weights. Those ranks of that stage that take part call it. One parameter
-    (of experts: one of each rank's) at a time is whole, so that a large model needs little more memory than its shards."""
+    (of experts: a few of each rank's) at a time is whole, so that a large model needs little more memory than its shards."""
     grid = model.grid
     assert stage == grid.pp_rank, f"stage {stage} asked on a rank of stage {grid.pp_rank}"
     for name, param in model.named_weights():
@@ -68,10 +69,12 @@ def hf_tensors(model, stage: int) -> Iterator[tuple[str, Tensor]]:
             whole = rule.kind in families.WHOLE
             yield from families.to_hf(model.hf_config, name, gathered(param, None if whole else grid.tp_group))
             continue
-        for e, own in enumerate(param):      # the e-th expert of every expert-parallel rank
-            shards = [gathered(shard, grid.ep_group) for shard in gathered(own.flatten(0, -2), grid.etp_group)]
-            for rank, one in enumerate(zip(*shards)):
-                yield from families.to_hf(model.hf_config, name, list(one), expert=rank * len(param) + e)
+        count = max(1, PIECE // (param[0].nbytes * grid.ep_size * grid.etp_size))
+        for first in range(0, len(param), count):            # these experts of every expert-parallel rank
+            shards = [gathered(shard, grid.ep_group) for shard in gathered(param[first:first + count], grid.etp_group)]
+            for rank, own in enumerate(zip(*shards)):            # [etp] of [count, ...]
+                for e, one in enumerate(zip(*own), rank * len(param) + first):
+                    yield from families.to_hf(model.hf_config, name, [part.flatten(0, -2) for part in one], expert=e)
 
 
 def gathered(tensor: Tensor, group) -> list[Tensor]:

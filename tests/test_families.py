@@ -105,7 +105,7 @@ def one_layout(rank, world, port, settings, name, job):
 
 def one_family(r, family, name, job) -> dict:
     import weights_sync
-    out, folder = {}, job["root"] / family
+    out, folder, weights_sync.PIECE = {}, job["root"] / family, 2**28
     m = r.model(family, trainable=False)
     out["logp"] = r.log_probs(m, r.batches(m, family))
     reader = convert.HFReader(folder)
@@ -117,6 +117,7 @@ def one_family(r, family, name, job) -> dict:
     out["first"] = r.step(m, r.batches(m, family))
     view = types.SimpleNamespace(grid=m.grid, hf_config=m.hf_config, device=m.device, named_weights=lambda: (
         (n, p.main_grad if hasattr(p, "main_grad") else torch.zeros_like(p)) for n, p in m.named_weights()))
+    weights_sync.PIECE = 1                   # experts one by one; above, all at once
     if weights_sync.takes_part(m):
         got = {n: t.clone() for bucket in weights_sync.buckets(view, 1 << 30) for n, t in bucket.tensors()}
         want = job["families"][family]["gradients"]
