@@ -202,11 +202,10 @@ class MegatronModel:
         for adam in adams(self.optimizer):
             for group in adam.param_groups:
                 group.update(fused=True, foreach=False)          # one pass over the state instead of ten
-        for one in inner_optimizers(self.optimizer):             # an offloaded one has classes there, no part of a checkpoint
+        for one in offloaded(self.optimizer):
             for group in one.param_groups:
-                for key in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
-                    group.pop(key, None)
-        gc.collect()                         # Megatron builds an offloaded one twice, and the first is a cycle
+                del group["cpu_optimizer_cls"], group["gpu_optimizer_cls"]       # which have no place in a checkpoint
+            gc.collect()                     # Megatron builds it twice, and the first is a cycle
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads   # sums over DP, SP norms, tied embeddings over PP
         steps = max(cfg.lr_decay_iters or total_steps, cfg.lr_warmup_iters + 1)
@@ -563,6 +562,10 @@ def inner_optimizers(optimizer) -> list[torch.optim.Optimizer]:
     return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
+def offloaded(optimizer) -> list[HybridDeviceOptimizer]:
+    return [one for one in inner_optimizers(optimizer) if isinstance(one, HybridDeviceOptimizer)]
+
+
 def adams(optimizer) -> list[torch.optim.Optimizer]:
     """Torch's own optimizers; those of an offloaded one have their parameters in CPU memory."""
     return [adam for one in inner_optimizers(optimizer) for adam in getattr(one, "sub_optimizers", [one])]
@@ -578,9 +581,8 @@ def make_adam_state(optimizer) -> None:
             if not adam.state[param]:
                 adam.state[param] = {"step": torch.tensor(0.0, device=param.device), "exp_avg": torch.zeros_like(param),
                                      "exp_avg_sq": torch.zeros_like(param)}
-    for one in inner_optimizers(optimizer):
-        if isinstance(one, HybridDeviceOptimizer):
-            one._sync_sub_optimizers_state_to_hdo()      # where Megatron looks for it
+    for one in offloaded(optimizer):
+        one._sync_sub_optimizers_state_to_hdo()          # where Megatron looks for it
 
 
 @contextlib.contextmanager
@@ -604,9 +606,8 @@ def torch_adam_state(optimizer):
         yield
     finally:
         DistributedOptimizer._set_main_param_and_optimizer_states = original
-    for one in inner_optimizers(optimizer):
-        if isinstance(one, HybridDeviceOptimizer):
-            one._sync_hdo_state_to_sub_optimizers()      # which Megatron leaves out for this format
+    for one in offloaded(optimizer):
+        one._sync_hdo_state_to_sub_optimizers()          # which Megatron leaves out for this format
     for adam in adams(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].to(state.get("exp_avg", state["step"]).device, copy=True)

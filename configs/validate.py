@@ -263,6 +263,8 @@ def validate_passthrough(cfg: Config) -> None:
                           {"tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "lr", "min_lr",
                            "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "use_distributed_optimizer",
                            "params_dtype", "bf16", "calculate_per_token_loss"})
+    need("use_precision_aware_optimizer" not in cfg.megatron, "megatron['use_precision_aware_optimizer'] comes with "
+         "optimizer_cpu_offload by itself, and without it needs Transformer Engine's Adam, which we do not use; remove it")
     if cfg.megatron.get("optimizer_cpu_offload"):
         for key, must in dict(device="cuda", dtype="bfloat16", use_distributed_optimizer=True).items():
             need(getattr(cfg, key) == must, "megatron['optimizer_cpu_offload'] takes the distributed optimizer of a bf16 "

@@ -319,6 +319,7 @@ def test_eval_config(load):
     (dict(megatron=dict(tensor_model_parallel_size=2)), r"megatron\['tensor_model_parallel_size'\] is set by nanoslime.*configs/base.py"),
     (dict(megatron=dict(optimizer_cpu_offload=True)), "from the GPU to the CPU; set device='cuda', or remove it"),
     (dict(megatron=dict(optimizer_cpu_offload=True), device="cuda", dtype="float32"), "set dtype='bfloat16'"),
+    (dict(megatron=dict(use_precision_aware_optimizer=True)), "comes with optimizer_cpu_offload by itself.*; remove it"),
     (dict(megatron=dict(lr=1.0)), r"megatron\['lr'\] is set by nanoslime"),
     (dict(sglang=dict(mem_fraction_statc=0.5)),
      r"sglang\['mem_fraction_statc'\] is not a field of ServerArgs; did you mean 'mem_fraction_static'\?"),
