@@ -97,17 +97,17 @@ def check_engine(hf_config, tp_size: int, dp_size: int = 1, ep_size: int = 1) ->
     c, layers = hf_config, layers_with_experts(hf_config)
     heads, groups = c.num_attention_heads * dp_size / tp_size, max(c.num_key_value_heads * dp_size / tp_size, 1)   # of a GPU
     sizes = {"hidden_size": c.hidden_size}                   # rows of activations are quantised in pieces of 128
+    if not all(layers):
+        sizes["intermediate_size / tp"] = c.intermediate_size / tp_size
+    if any(layers):
+        sizes |= {"moe_intermediate_size / tp * ep": c.moe_intermediate_size * ep_size / tp_size,
+                  "moe_intermediate_size * n_shared_experts / tp": shared_ffn(c) / tp_size}
     if getattr(c, "kv_lora_rank", None):                     # latent attention
         wide = c.qk_nope_head_dim + c.qk_rope_head_dim
         sizes |= {"heads * qk_head_dim / tp": heads * wide, "heads * v_head_dim / tp": heads * c.v_head_dim,
                   "heads * (qk_nope_head_dim + v_head_dim) / tp": heads * (c.qk_nope_head_dim + c.v_head_dim)}
     else:
         sizes |= {"heads * head_dim / tp": heads * head_dim_of(c), "kv heads * head_dim / tp": groups * head_dim_of(c)}
-    if not all(layers):
-        sizes["intermediate_size / tp"] = c.intermediate_size / tp_size
-    if any(layers):
-        sizes |= {"moe_intermediate_size / tp * ep": c.moe_intermediate_size * ep_size / tp_size,
-                  "moe_intermediate_size * n_shared_experts / tp": shared_ffn(c) / tp_size}
     for name, size in sizes.items():
         if size % BLOCK:
             raise ValueError(f"rollout_quantization='fp8' has blocks of {BLOCK}, and {name} = {size:g} with tp {tp_size} is "

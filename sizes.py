@@ -103,8 +103,12 @@ def read_config(cfg):
                 raise ValueError(f"config.json of {name} could not be read from {source} ({error}), and configs/shapes.py has "
                                  "no copy; give a folder with a whole one") from None
             values, source = PUBLISHED[name], "configs/shapes.py (hub not reached)"
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig      # 3 s; knows what a config.json leaves out
     kind = lookup(values.get("model_type") if isinstance(values, dict) else None).model_type
-    c = AutoConfig.for_model(**values | {"model_type": kind})
+    try:
+        c = AutoConfig.for_model(**values | {"model_type": kind})
+    except StrictDataclassError as error:
+        raise ValueError(f"config.json of {name}: {' '.join(str(error).split())}; mend it, or download it again") from None
     family(c)                                # refuses what is not covered
     return c, source
