@@ -331,6 +331,11 @@ def num_experts(cfg) -> int:
     return getattr(cfg, "n_routed_experts", None) or getattr(cfg, "num_experts", None) or 0
 
 
+def shared_ffn(cfg) -> int:
+    """Of all experts together that every token goes through; 0 where there are none."""
+    return (getattr(cfg, "n_shared_experts", None) or 0) * (getattr(cfg, "moe_intermediate_size", None) or 0)
+
+
 def expert_fields(cfg) -> dict:
     """TransformerConfig fields of a mixture of experts."""
     softmax = cfg.model_type == "qwen3_moe"
@@ -343,9 +348,8 @@ def expert_fields(cfg) -> dict:
     if softmax:
         return fields | dict(moe_router_pre_softmax=not cfg.norm_topk_prob)  # normalised over the chosen = softmax of them
     groups = dict(moe_router_num_groups=cfg.n_group, moe_router_group_topk=cfg.topk_group) if cfg.n_group > 1 else {}
-    shared = cfg.n_shared_experts * cfg.moe_intermediate_size
     return fields | groups | dict(moe_router_enable_expert_bias=True, moe_router_topk_scaling_factor=cfg.routed_scaling_factor,
-                                  moe_shared_expert_intermediate_size=shared or None)
+                                  moe_shared_expert_intermediate_size=shared_ffn(cfg) or None)
 
 
 def latent_fields(cfg) -> dict:
@@ -508,13 +512,13 @@ def head_dim_of(cfg) -> int:
 
 def check_tp(hf_config, tp_size: int, ep_size: int = 1, etp_size: int = 1):
     """ValueError if the model does not divide by these sizes. Call it before anything is built."""
-    groups, ffn = hf_config.num_key_value_heads, hf_config.intermediate_size  # heads are a multiple of groups
+    groups, experts = hf_config.num_key_value_heads, num_experts(hf_config)  # heads are a multiple of groups
     if groups % tp_size:  # Megatron can replicate kv heads where G < tp, but then a shard is no cut of the whole
         raise ValueError(f"{groups} kv heads (num_query_groups) cannot be cut over tp {tp_size}; set "
                          f"tensor_model_parallel_size to a divisor of {groups}; use pp, cp or dp for the other GPUs")
-    if ffn % tp_size:
-        raise ValueError(f"ffn size {ffn} is no multiple of tp {tp_size}; set tensor_model_parallel_size to a divisor")
-    experts = num_experts(hf_config)
+    for ffn in (hf_config.intermediate_size, shared_ffn(hf_config)):
+        if ffn % tp_size:
+            raise ValueError(f"ffn size {ffn} is no multiple of tp {tp_size}; set tensor_model_parallel_size to a divisor")
     if not experts and ep_size * etp_size > 1:
         raise ValueError(f"{hf_config.model_type} has no experts; remove expert_model_parallel_size={ep_size} and "
                          f"expert_tensor_parallel_size={etp_size}")
@@ -529,17 +533,25 @@ def check_stages(hf_config, cfg):
     """ValueError if the layers cannot be dealt to the pipeline stages as the run file says."""
     pp, vpp = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1
     layers = hf_config.num_hidden_layers
-    ends = [cfg.megatron.get(f"num_layers_in_{which}_pipeline_stage") for which in ("first", "last")]
-    given = [n for n in ends if n is not None]
+    ends = [f"num_layers_in_{which}_pipeline_stage" for which in ("first", "last")]
+    given = [cfg.megatron[end] for end in ends if cfg.megatron.get(end) is not None]
     rest, stages = layers - sum(given), pp - len(given)
     uneven = rest % stages or rest < stages if stages > 0 else rest != 0     # and no stage without a layer
     if stages < 0 or uneven or min(given, default=1) < 1:
-        raise ValueError(f"{layers} layers cannot be dealt to pp {pp} stages ({rest} over {stages} of them); set "
-                         "megatron=dict(num_layers_in_first_pipeline_stage=..., num_layers_in_last_pipeline_stage=...) so "
-                         "that the rest divides")
+        remedy = ("remove num_layers_in_..._pipeline_stage" if layers % pp == 0 else f"set pipeline_model_parallel_size to at "
+                  f"most {layers}" if layers < pp else f"set megatron=dict({ends[1]}={last_stage(layers, pp)})")
+        raise ValueError(f"{layers} layers cannot be dealt to pp {pp} stages ({rest} over {stages} of them); {remedy}")
     if any(n % vpp for n in [*given, *([rest // stages] if stages else [])]):
         raise ValueError(f"a stage's layers are no multiple of virtual_pipeline_model_parallel_size={vpp}; set it to a "
                          "divisor")
+
+
+def last_stage(layers: int, pp: int) -> int:
+    """Layers of the last stage where all others have equally many, so that the largest stage is as small as can be, and then
+    the last one, which has the logits too."""
+    each = -(-layers // pp)
+    each -= each * (pp - 1) >= layers
+    return layers - each * (pp - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ Knows nothing about: files, engines, who asks. Trainers compute in bf16; an engi
 NOTE: transformers 5.12 takes R / r for the height of a block, so it misreads matrices that are no multiple of 128; we do not.
 Shapes: R rows, C columns; r, c the blocks along them (the last one of each may be smaller than 128).
 """
+import math
 import re
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from families import head_dim_of
+from families import head_dim_of, layers_with_experts, shared_ffn
 
 BLOCK, LARGEST = 128, 448.0                  # rows and columns of a block; e4m3's largest number
 SUFFIX = "_scale_inv"                        # of the scale's name, after the weight's
@@ -51,6 +52,12 @@ def is_quantized(name: str, tensor: Tensor) -> bool:
     return tensor.dim() == 2 and QUANTIZED.fullmatch(name) is not None
 
 
+def bytes_sent(name: str, shape: tuple) -> int:
+    """Of one tensor and its scales in quantize_stream; of a plain one in bf16."""
+    blocks = math.prod(-(-size // BLOCK) for size in shape)      # each with a scale in fp32
+    return math.prod(shape) + 4 * blocks if is_quantized(name, torch.empty(shape, device="meta")) else 2 * math.prod(shape)
+
+
 def quantize_stream(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) pairs of a plain model -> those of the fp8 one, on the same device."""
     for name, tensor in tensors:
@@ -81,19 +88,26 @@ def is_fp8(hf_config) -> bool:
     return True
 
 
-def check_engine(hf_config, tp_size: int) -> None:
-    """ValueError unless SGLang can compute this model in fp8 over tp_size GPUs: a block must not be cut in two."""
+def check_engine(hf_config, tp_size: int, dp_size: int = 1, ep_size: int = 1) -> None:
+    """ValueError unless SGLang can compute this model in fp8 over tp_size GPUs: a block must not be cut in two. Attention is
+    cut inside each of dp_size groups only, an expert inside each of ep_size."""
     if hf_config.model_type == "llama":
         raise ValueError("rollout_quantization='fp8': SGLang 0.5.17 renames a Llama's weight_scale_inv while loading and then "
                          "drops it; set rollout_quantization=None, or use a Qwen model")
-    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    width = head_dim_of(hf_config)
-    sizes = {"hidden_size": hf_config.hidden_size,           # rows of activations are quantised in pieces of 128
-             "intermediate_size / tp": hf_config.intermediate_size / tp_size,
-             "moe_intermediate_size / tp": (getattr(hf_config, "moe_intermediate_size", None) or 0) / tp_size}
-    if not getattr(hf_config, "kv_lora_rank", None):         # latent attention has other matrices
-        sizes |= {"heads * head_dim / tp": heads * width / tp_size,
-                  "kv heads * head_dim / tp": max(groups / tp_size, 1) * width}
+    c, layers = hf_config, layers_with_experts(hf_config)
+    heads, groups = c.num_attention_heads * dp_size / tp_size, max(c.num_key_value_heads * dp_size / tp_size, 1)   # of a GPU
+    sizes = {"hidden_size": c.hidden_size}                   # rows of activations are quantised in pieces of 128
+    if not all(layers):
+        sizes["intermediate_size / tp"] = c.intermediate_size / tp_size
+    if any(layers):
+        sizes |= {"moe_intermediate_size / tp * ep": c.moe_intermediate_size * ep_size / tp_size,
+                  "moe_intermediate_size * n_shared_experts / tp": shared_ffn(c) / tp_size}
+    if getattr(c, "kv_lora_rank", None):                     # latent attention
+        wide = c.qk_nope_head_dim + c.qk_rope_head_dim
+        sizes |= {"heads * qk_head_dim / tp": heads * wide, "heads * v_head_dim / tp": heads * c.v_head_dim,
+                  "heads * (qk_nope_head_dim + v_head_dim) / tp": heads * (c.qk_nope_head_dim + c.v_head_dim)}
+    else:
+        sizes |= {"heads * head_dim / tp": heads * head_dim_of(c), "kv heads * head_dim / tp": groups * head_dim_of(c)}
     for name, size in sizes.items():
         if size % BLOCK:
             raise ValueError(f"rollout_quantization='fp8' has blocks of {BLOCK}, and {name} = {size:g} with tp {tp_size} is "

@@ -18,10 +18,12 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from configs.base import Config, dp_size, need
-from configs.validate import validate_layout
-from families import head_dim_of, layers_with_experts, num_experts
-from sizes import Parameters, is_mla, of_layers, parameters, read_config, vocab
+import fp8
+from configs.base import Config, critic_config, dp_size, need
+from configs.validate import validate_batch, validate_critic, validate_layout
+from families import (check_policy, check_stages, check_tp, head_dim_of, last_stage, layers_with_experts, num_experts,
+                      shared_ffn)
+from sizes import Parameters, is_mla, of_layers, parameters, read_config
 
 GPU_MIB = {"A100": 81920, "H100": 81559, "H20": 97871, "H200": 143771, "B200": 183359}    # nvidia-smi's memory.total
 CUDA = 0.05                                  # share of a GPU: contexts and kernels of both sides
@@ -57,26 +59,16 @@ class Rank:
 
 def stages(cfg, c) -> list[list[bool]]:
     """The layers of each pipeline stage, as layers_with_experts gives them; with virtual stages each takes several runs."""
+    check_stages(c, cfg)
     pp, runs, layers = cfg.pipeline_model_parallel_size, cfg.virtual_pipeline_model_parallel_size or 1, layers_with_experts(c)
     given = {0: "num_layers_in_first_pipeline_stage", pp - 1: "num_layers_in_last_pipeline_stage"}
-    ends = {stage: cfg.megatron[key] for stage, key in given.items() if pp > 1 and cfg.megatron.get(key)}
-    rest, others = len(layers) - sum(ends.values()), pp - len(ends)
-    need(rest == 0 if not others else rest > 0 and rest % others == 0, f"{len(layers)} layers do not divide over pp {pp}; "
-         f"set megatron=dict(num_layers_in_last_pipeline_stage={last_stage(len(layers), pp)})")
-    sizes = [ends.get(stage) or rest // others for stage in range(pp)]
-    need(all(size % runs == 0 for size in sizes), f"stages of {sizes} layers do not divide into {runs} runs each; set "
-         "virtual_pipeline_model_parallel_size to a divisor of all")
+    ends = {stage: cfg.megatron[key] for stage, key in given.items() if cfg.megatron.get(key)}
+    each = (len(layers) - sum(ends.values())) // max(pp - len(ends), 1)        # of the other stages
+    sizes = [ends.get(stage, each) for stage in range(pp)]
     found, waiting = [[] for _ in sizes], iter(layers)
     for _, stage in itertools.product(range(runs), range(pp)):
         found[stage] += itertools.islice(waiting, sizes[stage] // runs)
     return found
-
-
-def last_stage(layers: int, pp: int) -> int:
-    """Layers of the last stage where all others have equally many, and it no more than they."""
-    each = -(-layers // pp)
-    each -= each * (pp - 1) >= layers
-    return layers - each * (pp - 1)
 
 
 def micro_batch_tokens(cfg) -> int:
@@ -102,8 +94,7 @@ def layer_activations(cfg, c, moe: bool) -> float:
     else:
         inside = 3 * (heads + c.num_key_value_heads) * head_dim_of(c)          # q, k, v; rotated q, k; output
     if moe:                                  # each of k copies: input, gate and up, their product
-        shared = getattr(c, "n_shared_experts", 0) or 0
-        inside += c.num_experts_per_tok * (hidden + 3 * c.moe_intermediate_size) + 3 * shared * c.moe_intermediate_size
+        inside += c.num_experts_per_tok * (hidden + 3 * c.moe_intermediate_size) + 3 * shared_ffn(c)
     else:
         inside += 3 * c.intermediate_size
     return 2 * (stream / (tp if cfg.sequence_parallel else 1) + inside / tp)
@@ -166,23 +157,25 @@ class Engine:
 def engine(cfg, c, gpu_bytes: float) -> Engine:
     """One SGLang engine. With enable_dp_attention its GPUs are dp_size groups with tokens of their own, and all but the
     experts is cut inside a group only."""
-    groups = cfg.sglang.get("dp_size", 1) if cfg.sglang.get("enable_dp_attention") else 1
-    width = cfg.rollout_num_gpus_per_engine
-    tp = max(width // groups, 1)
+    width, tp = cfg.rollout_num_gpus_per_engine, check_engine(cfg, c)
+    # of a number in the cache: fp8_e4m3, bf16, or as the weights
+    wide = {"f": 1, "b": 2}.get(str(cfg.sglang.get("kv_cache_dtype"))[:1], 4 if cfg.dtype == "float32" else 2)
     # MLA: the latent, on each GPU; else k and v of at least one head.
     each = c.kv_lora_rank + c.qk_rope_head_dim if is_mla(c) else 2 * max(c.num_key_value_heads / tp, 1) * head_dim_of(c)
-    token_bytes = c.num_hidden_layers * each * (1 if str(cfg.sglang.get("kv_cache_dtype")).startswith("fp8") else 2)
+    token_bytes = c.num_hidden_layers * each * wide
     weights = model_bytes(cfg, c, tp, width)
     cache = max(cfg.sglang.get("mem_fraction_static", ENGINE_SHARE) * gpu_bytes - weights, 0)
-    tokens = int(groups * cache / token_bytes)
+    tokens = int(width // tp * cache / token_bytes)
     return Engine(weights, cache, token_bytes, tokens, tokens / sample_tokens(cfg))
 
 
 def model_bytes(cfg, c, tp: int = 1, width: int = 1) -> float:
     """Of an engine's weights on one of its GPUs; with tp 1 and width 1 of a whole weight sync."""
-    ours = parameters(c)
-    size = 1 + 4 / 128**2 if cfg.rollout_quantization else 2     # fp8 and an fp32 scale for each block; embeddings stay bf16
-    return 2 * (vocab(c) / tp + ours.whole) + size * ((ours.cut - vocab(c)) / tp + ours.experts / width)
+    if cfg.rollout_quantization:
+        ours = parameters(c, lambda name, *shape: fp8.bytes_sent(f"model.layers.0.{name}.weight", shape))
+    else:
+        ours = parameters(c) * (4 if cfg.dtype == "float32" else 2)
+    return ours.cut / tp + ours.whole + ours.experts / width
 
 
 # ---- Does it fit? ------------------------------------------------------------------------------------------------------
@@ -195,7 +188,8 @@ def problems(cfg, c, gpu_bytes: float) -> list[str]:
     """What cannot be or does not fit, each with a remedy. offload_train and offload_rollout: None counts as yes."""
     try:
         check_model(cfg, c)
-        rank = trainer(cfg, c)
+        sides = [cfg, critic_config(cfg)] if cfg.critic_num_gpus else [cfg]
+        rank = max((trainer(side, c) for side in sides), key=lambda rank: rank.total)
     except ValueError as error:
         return [str(error)]
     found, share = [], cfg.sglang.get("mem_fraction_static", ENGINE_SHARE)
@@ -217,49 +211,71 @@ def problems(cfg, c, gpu_bytes: float) -> list[str]:
 
 
 def check_model(cfg, c) -> None:
-    """ValueError for a layout that this model cannot have."""
-    tp, ep, etp = cfg.tensor_model_parallel_size, cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size
-    heads, experts = c.num_attention_heads if is_mla(c) else c.num_key_value_heads, num_experts(c)
-    need(heads % tp == 0 and c.intermediate_size % tp == 0, f"tp {tp} does not divide {heads} heads and ffn "
-         f"{c.intermediate_size}; set tensor_model_parallel_size to a divisor of both")
-    need(experts or ep * etp == 1, f"a model without experts has ep 1 and etp 1, not {ep} and {etp}; remove them")
-    need(experts % ep == 0, f"{experts} experts do not divide over ep {ep}; set expert_model_parallel_size to a divisor")
-    need(not experts or tp == 1 or cfg.sequence_parallel, "experts with tensor parallelism need sequence_parallel; "
-         "set it to True")
-    stages(cfg, c)
+    """ValueError for a layout that this model cannot have, or that its engines would refuse."""
+    check_policy(c)
+    check_tp(c, cfg.tensor_model_parallel_size, cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size)
+    check_stages(c, cfg)
+    need(not num_experts(c) or cfg.tensor_model_parallel_size == 1 or cfg.sequence_parallel,
+         "experts with tensor parallelism need sequence_parallel; set it to True")
+    need(num_experts(c) or not (cfg.use_routing_replay or cfg.use_rollout_routing_replay),
+         f"routing replay is for models with experts, and {c.model_type} has none; remove it")
+    if cfg.loss_type != "sft":
+        check_engine(cfg, c)
 
 
-def nearest(cfg, c, gpu_bytes: float) -> dict | None:
+def check_engine(cfg, c) -> int:
+    """The GPUs over which an engine cuts attention: all or, with enable_dp_attention, those of a group. ValueError for what
+    SGLang would refuse while it starts."""
+    width, given = cfg.rollout_num_gpus_per_engine, cfg.sglang
+    groups, ep = given.get("dp_size") or 1 if given.get("enable_dp_attention") else 1, given.get("ep_size") or 1
+    need(width % groups == 0 and width % ep == 0 and num_experts(c) % ep == 0, f"an engine of {width} GPUs cannot have "
+         f"sglang's dp_size {groups} and ep_size {ep}; set both to divisors of its GPUs, and ep_size of the experts")
+    tp, heads, kv = width // groups, c.num_attention_heads, c.num_key_value_heads
+    ffn = 0 if all(layers_with_experts(c)) else c.intermediate_size
+    need(heads % tp == 0 and (is_mla(c) or max(kv, tp) % min(kv, tp) == 0) and ffn % width == 0, f"an engine of {width} GPUs "
+         f"cannot cut {heads} heads ({kv} of keys and values) over {tp} and ffn {ffn} over all; set another "
+         "rollout_num_gpus_per_engine")
+    if cfg.rollout_quantization:
+        fp8.check_engine(c, width, groups, ep)
+    need(cfg.rollout_quantization or not fp8.is_fp8(c),          # a plain weight would be cast into the engine's fp8 one
+         "this is an fp8 model, and so would its engines be; set rollout_quantization='fp8', or write plain weights: "
+         "python convert.py to-bf16")
+    return tp
+
+
+def nearest(cfg, c, gpu_bytes: float, settle) -> dict | None:
     """The changes to the settings that make it fit: fewest of them, then fewest GPUs; None: none of 16 x the GPUs does."""
-    def changed(**new):
-        new = {key: value for key, value in new.items() if getattr(cfg, key) != value}
-        gpus = new.get("actor_num_gpus", cfg.actor_num_gpus)     # colocated engines follow
-        return new, dataclasses.replace(cfg, **new, **(dict(rollout_num_gpus=gpus) if cfg.colocate else {}))
-
-    powers = [1, 2, 4, 8, 16, 32, 64]
-    widths = sorted(powers, key=lambda width: (width != cfg.rollout_num_gpus_per_engine, width))
-    wide_enough = [w for w in widths if c.num_attention_heads % w == 0 and (
-        cfg.loss_type == "sft" or engine(changed(rollout_num_gpus_per_engine=w)[1], c, gpu_bytes).samples >= 1)]
-    width = [*wide_enough, cfg.rollout_num_gpus_per_engine][0]
-    options = []
-    for tp, pp, cp, ep, more, again in itertools.product(powers[:4], powers[:5], powers[:4], powers[:6], powers[:5], range(2)):
+    def holds_a_sample(width):
+        with contextlib.suppress(ValueError):
+            one = dataclasses.replace(cfg, rollout_num_gpus_per_engine=width)
+            return cfg.loss_type == "sft" or engine(one, c, gpu_bytes).samples >= 1
+    powers, options = [1, 2, 4, 8, 16, 32, 64], []
+    widths = [width for width in dict.fromkeys([cfg.rollout_num_gpus_per_engine, *powers]) if holds_a_sample(width)]
+    for tp, pp, cp, ep, more, again, width in itertools.product(
+            powers[:4], powers[:5], powers[:4], powers[:6], powers[:5], range(2), widths[:2]):
+        gpus, each, own = cfg.actor_num_gpus * more, tp * pp * cp, cfg.critic_num_gpus
+        if gpus % each or (num_experts(c) or 1) % ep:
+            continue
         megatron = cfg.megatron | (RECOMPUTE if again else {})
         if pp != cfg.pipeline_model_parallel_size:
             megatron = {key: value for key, value in megatron.items() if "pipeline_stage" not in key}
             if c.num_hidden_layers % pp:
                 megatron["num_layers_in_last_pipeline_stage"] = last_stage(c.num_hidden_layers, pp)
-        new, one = changed(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
-                           expert_model_parallel_size=ep, actor_num_gpus=cfg.actor_num_gpus * more, megatron=megatron,
-                           sequence_parallel=tp > 1, rollout_num_gpus_per_engine=width)
-        if num_experts(c) or ep == 1:
-            options.append((len(new), one.actor_num_gpus, len(options), new, one))
+        new = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
+                   expert_model_parallel_size=ep, actor_num_gpus=gpus, critic_num_gpus=own and -(-own * more // each) * each,
+                   megatron=megatron, sequence_parallel=tp > 1 and bool(cfg.sequence_parallel or num_experts(c)),
+                   rollout_num_gpus=gpus if cfg.colocate else -(-cfg.rollout_num_gpus // width) * width,
+                   rollout_num_gpus_per_engine=width)
+        one = dataclasses.replace(cfg, **new)
+        new = {key: value for key, value in new.items()          # colocated engines follow
+               if getattr(cfg, key) != value and not (cfg.colocate and key == "rollout_num_gpus")}
+        options.append((len(new), gpus + (one.critic_num_gpus or 0) + one.rollout_num_gpus, len(options), new, one))
     for *_, new, one in sorted(options, key=lambda option: option[:3]):
-        try:
-            validate_layout(one)
-        except ValueError:
-            continue
-        if not problems(one, c, gpu_bytes):
-            return new
+        with contextlib.suppress(ValueError):
+            for validate in (validate_layout, validate_batch, validate_critic):
+                validate(one)
+            if not problems(settle(one, c, gpu_bytes), c, gpu_bytes):
+                return new
     return None
 
 
@@ -275,10 +291,10 @@ def dry_run(cfg, settle) -> str:
     settled = cfg
     with contextlib.suppress(ValueError):    # a layout that cannot be; problems() says so
         settled = settle(cfg, c, gpu_bytes)
-    return report(settled, cfg, c, source, gpu_bytes)
+    return report(settled, cfg, c, source, gpu_bytes, settle)
 
 
-def report(cfg: Config, asked: Config, c, source: str, gpu_bytes: float) -> str:
+def report(cfg: Config, asked: Config, c, source: str, gpu_bytes: float, settle) -> str:
     """The plan of a Config with its shared memory settled, for people; asked: as it was given."""
     ours, name = parameters(c), cfg.hf_checkpoint if isinstance(cfg.hf_checkpoint, str) else c.model_type
     active = ours.total - ours.experts * (1 - c.num_experts_per_tok / num_experts(c)) if ours.experts else 0
@@ -287,12 +303,12 @@ def report(cfg: Config, asked: Config, c, source: str, gpu_bytes: float) -> str:
     bad = problems(cfg, c, gpu_bytes)
     with contextlib.suppress(ValueError):    # a layout that cannot be: `bad` says why
         lines += report_trainer(cfg, trainer(cfg, c), bool(ours.experts), gpu_bytes)
-    if cfg.loss_type != "sft":
-        lines += report_engine(cfg, c, engine(cfg, c, gpu_bytes))
+        if cfg.loss_type != "sft":
+            lines += report_engine(cfg, c, engine(cfg, c, gpu_bytes))
     if not bad:
         return "\n".join(lines + [f"  it fits {cfg.gpu_type}"])
     lines += [f"  DOES NOT FIT {cfg.gpu_type}: {problem}" for problem in bad]
-    new = nearest(asked, c, gpu_bytes)
+    new = nearest(asked, c, gpu_bytes, settle)
     if new is None:
         return "\n".join(lines + [f"  no layout of up to {16 * cfg.actor_num_gpus} GPUs fits"])
     return "\n".join(lines + ["  the nearest layout that fits:"] + [f"    {key} = {value!r}" for key, value in new.items()])
@@ -314,11 +330,12 @@ def report_trainer(cfg, rank: Rank, experts: bool, gpu_bytes: float) -> list[str
 def report_engine(cfg, c, one: Engine) -> list[str]:
     width, share, rate = (cfg.rollout_num_gpus_per_engine, cfg.sglang.get("mem_fraction_static", ENGINE_SHARE),
                           SYNC_RATE.get(cfg.update_weight_transport))
+    kind = cfg.rollout_quantization or {"bfloat16": "bf16"}.get(cfg.dtype, cfg.dtype)
     asked, sync = cfg.sglang.get("max_running_requests") or cfg.sglang_server_concurrency, model_bytes(cfg, c)
     return [f"  engines: {cfg.rollout_num_gpus // width} of {width} GPU(s)",
-            f"    {'weights':12} {one.weights / 1e9:8.1f} GB   {cfg.rollout_quantization or 'bf16'}",
+            f"    {'weights':12} {one.weights / 1e9:8.1f} GB   {kind}",
             f"    {'cache':12} {one.cache / 1e9:8.1f} GB   the rest of {share} of the GPU",
             f"    {one.token_bytes:,.0f} bytes a token and GPU: {one.tokens:,} tokens, {one.samples:.0f} samples of "
             f"{sample_tokens(cfg):,} at a time; up to {asked} are asked for",
-            f"  weight sync: {sync / 1e9:.2f} GB {cfg.rollout_quantization or 'bf16'}"
+            f"  weight sync: {sync / 1e9:.2f} GB {kind}"
             + (f", at least {sync / rate:.2f} s at {rate / 1e9:.0f} GB/s (within a node)" if rate else "")]

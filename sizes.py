@@ -7,12 +7,15 @@ Test:  pytest tests/test_plan.py       (exactly what transformers' models have, 
 Knows nothing about: layouts, GPUs, bytes (plan.py). Everywhere: c is the model's config, as transformers gives it.
 Left out on purpose: MTP layers, which are not trained; the router's correction bias, a buffer.
 """
+import http.client
 import json
+import math
 import pathlib
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 
-from families import ALIASES, head_dim_of, layers_with_experts, num_experts
+from families import family, head_dim_of, layers_with_experts, lookup, num_experts, shared_ffn
 
 
 # ---- Parameters --------------------------------------------------------------------------------------------------------
@@ -38,60 +41,74 @@ def is_mla(c) -> bool:                       # DeepSeek's latent attention (2405
     return bool(getattr(c, "kv_lora_rank", None))
 
 
-def layer(c, moe: bool) -> Parameters:
+def count(name: str, *shape: int) -> int:
+    return math.prod(shape)
+
+
+def layer(c, moe: bool, size=count) -> Parameters:
+    """The sum of size(last part of its name, *shape) over the layer's tensors."""
     hidden, heads = c.hidden_size, c.num_attention_heads
+    whole = (4 if c.model_type == "glm4" else 2) * size("norm", hidden)
     if is_mla(c):
         wide, rank, q_rank = c.qk_nope_head_dim + c.qk_rope_head_dim, c.kv_lora_rank, c.q_lora_rank
-        down = hidden * (rank + c.qk_rope_head_dim) + rank + (q_rank * (hidden + 1) if q_rank else 0)      # and their norms
-        up = heads * ((q_rank or hidden) * wide + rank * (c.qk_nope_head_dim + c.v_head_dim) + c.v_head_dim * hidden)
-        attention = Parameters(up, down)
+        whole += size("kv_a_proj_with_mqa", rank + c.qk_rope_head_dim, hidden) + size("norm", rank)
+        whole += size("q_a_proj", q_rank, hidden) + size("norm", q_rank) if q_rank else 0
+        cut = size("q_proj", heads * wide, q_rank or hidden) + size("o_proj", hidden, heads * c.v_head_dim)
+        cut += size("kv_b_proj", heads * (c.qk_nope_head_dim + c.v_head_dim), rank)
     else:
-        rows = (heads + 2 * c.num_key_value_heads) * head_dim_of(c)            # of q, k and v together
+        q, kv = heads * head_dim_of(c), c.num_key_value_heads * head_dim_of(c)
         bias = c.model_type == "qwen2" or getattr(c, "attention_bias", False)
         norm = c.model_type in ("qwen3", "qwen3_moe") or getattr(c, "use_qk_norm", False)
-        attention = Parameters(hidden * (rows + heads * head_dim_of(c)) + bias * rows, 2 * head_dim_of(c) * norm)
-    mlp = Parameters(3 * hidden * c.intermediate_size)
-    if moe:
-        each = 3 * hidden * c.moe_intermediate_size
-        mlp = Parameters(each * (getattr(c, "n_shared_experts", 0) or 0), hidden * num_experts(c), each * num_experts(c))
-    return attention + mlp + Parameters(whole=(4 if c.model_type == "glm4" else 2) * hidden)
+        whole += 2 * size("norm", head_dim_of(c)) * norm
+        cut = size("q_proj", q, hidden) + 2 * size("k_proj", kv, hidden) + size("o_proj", hidden, q)
+        cut += bias * size("bias", q + 2 * kv)
+
+    def mlp(ffn):
+        return 2 * size("up_proj", ffn, hidden) + size("down_proj", hidden, ffn)           # up: and gate
+    if not moe:
+        return Parameters(cut + mlp(c.intermediate_size), whole)
+    return Parameters(cut + mlp(shared_ffn(c)), whole + size("gate", num_experts(c), hidden),
+                      num_experts(c) * mlp(c.moe_intermediate_size))
 
 
-def parameters(c) -> Parameters:
+def parameters(c, size=count) -> Parameters:
     """Of the whole model: what transformers' parameters() add up to."""
-    return of_layers(c, layers_with_experts(c)) + Parameters(vocab(c), c.hidden_size)
+    vocab = size("embed_tokens", c.vocab_size, c.hidden_size) * (1 if c.tie_word_embeddings else 2)    # and the output layer
+    return of_layers(c, layers_with_experts(c), size) + Parameters(vocab, size("norm", c.hidden_size))
 
 
-def vocab(c) -> int:
-    """Of the embedding and, unless it is the same one, the output layer."""
-    return c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-
-
-def of_layers(c, layers: list[bool]) -> Parameters:
-    return sum((layer(c, moe) * layers.count(moe) for moe in set(layers)), Parameters())
+def of_layers(c, layers: list[bool], size=count) -> Parameters:
+    return sum((layer(c, moe, size) * layers.count(moe) for moe in set(layers)), Parameters())
 
 
 # ---- config.json ------------------------------------------------------------------------------------------------------
 def read_config(cfg):
     """(the model's config, where it was found); (None, why not) where the model does not exist before the run."""
     from configs.shapes import PUBLISHED
-    name, values, source = cfg.hf_checkpoint, None, "its folder"
+    name = cfg.hf_checkpoint
     if callable(name) or name.endswith(".py"):
         name, source = getattr(name, "published", None), "configs/shapes.py"
         if name is None:
             return None, "the model is made when the run starts"
         values = PUBLISHED[name]
-    elif (pathlib.Path(name).expanduser() / "config.json").is_file():
-        values = json.loads((pathlib.Path(name).expanduser() / "config.json").read_text())
     else:
+        file = pathlib.Path(name).expanduser() / "config.json"
+        url = f"https://huggingface.co/{urllib.parse.quote(name)}/resolve/main/config.json"
+        source = "its folder" if file.is_file() else "the hub"
         try:                                 # not through huggingface_hub: with no network it tries for half a minute
-            with urllib.request.urlopen(f"https://huggingface.co/{name}/resolve/main/config.json", timeout=5) as answer:
-                values, source = json.load(answer), "the hub"
-        except (OSError, ValueError):
-            if name not in PUBLISHED:
-                raise ValueError(f"config.json of {name} was not reached at the hub, and configs/shapes.py has no copy; "
-                                 "give a folder") from None
+            with file.open() if file.is_file() else urllib.request.urlopen(url, timeout=5) as text:
+                values = json.load(text)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if file.is_file() or name not in PUBLISHED:
+                raise ValueError(f"config.json of {name} could not be read from {source} ({error}), and configs/shapes.py has "
+                                 "no copy; give a folder with a whole one") from None
             values, source = PUBLISHED[name], "configs/shapes.py (hub not reached)"
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig      # 3 s; knows what a config.json leaves out
-    kind = ALIASES.get(values["model_type"], (values["model_type"],))[0]
-    return AutoConfig.for_model(kind, **{key: value for key, value in values.items() if key != "model_type"}), source
+    kind = lookup(values.get("model_type") if isinstance(values, dict) else None).model_type
+    try:
+        c = AutoConfig.for_model(**values | {"model_type": kind})
+    except StrictDataclassError as error:
+        raise ValueError(f"config.json of {name}: {' '.join(str(error).split())}; mend it, or download it again") from None
+    family(c)                                # refuses what is not covered
+    return c, source

@@ -33,8 +33,6 @@ import algos
 import buffer
 import checks
 import convert
-import families
-import fp8
 import memory
 import placement
 import plan
@@ -144,23 +142,12 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     model_dir = resolve_model(cfg, run_dir)
     with reading_input():
         hf_config = convert.load_hf_config(model_dir)
-        reader = convert.HFReader(model_dir, hf_config)          # refuses a damaged or incomplete model
-        families.check_policy(hf_config)
-        families.check_tp(hf_config, cfg.tensor_model_parallel_size, cfg.expert_model_parallel_size,
-                          cfg.expert_tensor_parallel_size)
-        families.check_stages(hf_config, cfg)
+        convert.HFReader(model_dir, hf_config)                   # refuses a damaged or incomplete model
         plan.check_model(cfg, hf_config)
-        if (cfg.use_routing_replay or cfg.use_rollout_routing_replay) and not families.num_experts(hf_config):
-            raise ValueError(f"routing replay is for models with experts, and {hf_config.model_type} has none; remove it")
         for other in filter(None, (cfg.ref_load, cfg.opd_teacher_load)):
             convert.check_same_shape(hf_config, other)
         if "hf_checkpoint" in cfg.critic:
             convert.check_critic(hf_config, cfg.critic["hf_checkpoint"], cfg.tensor_model_parallel_size)
-        if cfg.rollout_quantization:
-            fp8.check_engine(hf_config, cfg.rollout_num_gpus_per_engine)
-        elif reader.fp8 and cfg.loss_type != "sft":              # a plain weight would be cast into the engine's fp8 one
-            raise ValueError(f"{model_dir} is an fp8 model, and so would its engines be; set rollout_quantization='fp8', or "
-                             "write plain weights: python convert.py to-bf16")
         if cfg.opd_teacher_url:
             check_server(cfg.opd_teacher_url)
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.

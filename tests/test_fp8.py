@@ -229,18 +229,30 @@ def test_engine_folder(model, folder, tmp_path):
     assert convert.engine_folder(folder, tmp_path) == str(folder)            # fp8 as it is
 
 
+EXPERTS = dict(model_type="qwen3_moe", moe_intermediate_size=768, decoder_sparse_step=1, mlp_only_layers=[])
+LATENT = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_attention_heads=4)
+
+
 @pytest.mark.parametrize("changes, tp, message", [
     (dict(), 1, None), (dict(), 2, None), (dict(), 4, "kv heads . head_dim / tp = 64"), (dict(), 16, "intermediate_size / tp = 192"),
     (dict(hidden_size=576), 1, "hidden_size = 576"), (dict(head_dim=32), 2, "kv heads . head_dim / tp = 32"),
-    (dict(moe_intermediate_size=768), 4, "moe_intermediate_size / tp = 192 with tp 4 is no multiple.*set a smaller"),
+    (EXPERTS, 2, None), (EXPERTS | dict(intermediate_size=100), 2, None),      # which no layer uses
+    (EXPERTS | dict(decoder_sparse_step=2, intermediate_size=100), 2, "intermediate_size / tp = 50"),
+    (EXPERTS | dict(head_dim=128), 4, "moe_intermediate_size / tp . ep = 192 with tp 4 is no multiple.*set a smaller"),
+    (EXPERTS | dict(head_dim=128, ep_size=4), 4, None), (EXPERTS | dict(head_dim=128, ep_size=2), 4, None),
+    (dict(head_dim=64, num_key_value_heads=4), 4, "kv heads . head_dim / tp = 64"),
+    (dict(head_dim=64, num_key_value_heads=4, dp_size=2), 4, None),            # two groups of 2 GPUs: two heads on each
+    (LATENT, 2, None), (LATENT, 4, r"heads . qk_head_dim / tp = 192"), (LATENT | dict(dp_size=2), 4, None),
     (dict(model_type="llama"), 1, "drops it; set rollout_quantization=None")])
 def test_what_sglang_cannot_cut(changes, tp, message):
-    config = types.SimpleNamespace(**dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
-                                          num_key_value_heads=2, head_dim=128 if tp < 4 else 64) | changes)
+    config = types.SimpleNamespace(**dict(
+        model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=2, head_dim=128 if tp < 4 else 64) | changes)
+    sizes = tp, changes.get("dp_size", 1), changes.get("ep_size", 1)
     if message is None:
-        return fp8.check_engine(config, tp)
+        return fp8.check_engine(config, *sizes)
     with pytest.raises(ValueError, match=message):
-        fp8.check_engine(config, tp)
+        fp8.check_engine(config, *sizes)
 
 
 # ---- The weight sync -------------------------------------------------------------------------------------------------

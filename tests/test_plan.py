@@ -10,8 +10,11 @@ import pathlib
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import families
+import fp8
 import memory
 import plan
 import sizes
@@ -148,15 +151,14 @@ def test_stages():
     last = dict(num_layers_in_last_pipeline_stage=13)
     assert [len(x) for x in plan.stages(layout(pp=4, megatron=last), c)] == [16, 16, 16, 13]
     assert plan.stages(layout(pp=4, megatron=last), c)[0] == [False] * 3 + [True] * 13
-    with pytest.raises(ValueError, match=r"61 layers do not divide over pp 4; set megatron=dict\(num_layers_in_last_pipeline_stage=13\)"):
+    with pytest.raises(ValueError, match=r"61 layers cannot be dealt to pp 4 .*; set megatron=dict\(num_layers_in_last_pipeline_stage=13\)"):
         plan.stages(layout(pp=4), c)
     glm = published("zai-org/GLM-4.5")           # 92 layers in runs of 23: the three dense ones are in the first run
     assert [x.count(False) for x in plan.stages(layout(pp=2, virtual_pipeline_model_parallel_size=2), glm)] == [3, 0]
-    for layers in range(2, 100):
-        for pp in (2, 4, 8, 16):
-            if layers >= pp:
-                each, rest = divmod(layers - plan.last_stage(layers, pp), pp - 1)
-                assert rest == 0 and 0 < plan.last_stage(layers, pp)
+    for pp in range(2, 17):
+        for layers in range(pp, 100):            # all ways to have equally many layers in all stages but the last one
+            ways = [(max(each, last), last) for each in range(1, layers) if (last := layers - each * (pp - 1)) > 0]
+            assert families.last_stage(layers, pp) == min(ways)[1]
 
 
 # ---- Engines and syncs -------------------------------------------------------------------------------------------------
@@ -176,6 +178,24 @@ def test_groups_of_dp_attention():
     vocab = 2 * 2 * 129280 * 7168
     assert groups.weights - one.weights == pytest.approx((vocab + (ours.cut - vocab / 2) * (1 + 4 / 128**2)) * (1 / 2 - 1 / 16))
     assert groups.tokens == pytest.approx(8 * groups.cache / 70_272, abs=1)
+
+
+def test_engines_in_fp32():
+    c, bf16 = published("Qwen/Qwen3-4B"), plan.engine(cuda_cfg(), published("Qwen/Qwen3-4B"), H200)
+    fp32 = plan.engine(cuda_cfg(dtype="float32"), c, H200)
+    assert (fp32.weights, fp32.token_bytes) == (2 * bf16.weights, 2 * bf16.token_bytes)
+    assert plan.engine(cuda_cfg(dtype="float32", sglang=dict(kv_cache_dtype="bf16")), c, H200).token_bytes == bf16.token_bytes
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bytes_of_a_sync(name, quantization, tmp_path):
+    """Exactly those of a saved model's tensors, through quantize_stream; but for the router's correction bias."""
+    c = config(SMALL | FAMILIES[name] | dict(intermediate_size=128))           # whole blocks: GLM-4 has gate and up in one
+    AutoModelForCausalLM.from_config(c).to(torch.bfloat16).save_pretrained(tmp_path)
+    tensors = [(key, x) for key, x in load_file(tmp_path / "model.safetensors").items() if "e_score_correction_bias" not in key]
+    sent = fp8.quantize_stream(tensors) if quantization else tensors
+    assert plan.model_bytes(cuda_cfg(rollout_quantization=quantization), c) == sum(x.numel() * x.element_size() for _, x in sent)
 
 
 # ---- Against what was measured -------------------------------------------------------------------------------------------
@@ -227,15 +247,106 @@ def test_the_nearest_layout(offline, name, gpu, lines):
 
 
 @pytest.mark.parametrize("settings, problem", [
-    (["--tensor_model_parallel_size=8", "--rollout_num_gpus_per_engine=4"], "tp 8 does not divide 4 heads"),
+    (["--tensor_model_parallel_size=8", "--rollout_num_gpus_per_engine=4"], "4 kv heads (num_query_groups) cannot be cut over tp 8"),
     (["--sequence_parallel=false", "--expert_model_parallel_size=1"], "need sequence_parallel; set it to True"),
     (["--pipeline_model_parallel_size=2", "--expert_model_parallel_size=3", "--tensor_model_parallel_size=1", "--sequence_parallel=false",
-      "--actor_num_gpus=6", "--rollout_num_gpus_per_engine=2"], "128 experts do not divide over ep 3"),
+      "--actor_num_gpus=6", "--rollout_num_gpus_per_engine=2"], "128 experts cannot be dealt to ep 3"),
     (["--rollout_max_response_len=20000000"], "no cache for a sample of 20,000,000 tokens"),
     (["--offload_train=false", "--offload_rollout=false"], "beside the engine's 0.70")])
 def test_layouts_that_cannot_be(offline, settings, problem):
     cfg = base.load(str(CONFIGS / "qwen3_30b_a3b_grpo.py"), settings)
     assert f"DOES NOT FIT H200: " in (text := plan.dry_run(cfg, memory.share_memory)) and problem in text
+
+
+@pytest.mark.parametrize("name, changes, problem", [
+    ("Qwen/Qwen3-4B", dict(rollout_num_gpus_per_engine=3), "cannot cut 32 heads .* over 3 .*; set another rollout_num_gpus_per_eng"),
+    ("Qwen/Qwen3-4B", dict(rollout_num_gpus_per_engine=3, loss_type="sft"), None),
+    ("zai-org/GLM-4.5", dict(rollout_num_gpus_per_engine=64), "cannot cut 96 heads .* over 64"),
+    ("zai-org/GLM-4.5", dict(rollout_num_gpus_per_engine=64, sglang=dict(enable_dp_attention=True, dp_size=2)), None),
+    ("zai-org/GLM-4.5", dict(rollout_num_gpus_per_engine=8, sglang=dict(enable_dp_attention=True, dp_size=3)), "dp_size 3 .* divisors"),
+    ("zai-org/GLM-4.5", dict(rollout_num_gpus_per_engine=8, sglang=dict(ep_size=3)), "ep_size 3; set both to divisors"),
+    ("Qwen/Qwen3-30B-A3B", dict(rollout_num_gpus_per_engine=8, rollout_quantization="fp8"), "moe_intermediate_size / tp . ep = 96"),
+    ("Qwen/Qwen3-30B-A3B", dict(rollout_num_gpus_per_engine=8, rollout_quantization="fp8", sglang=dict(ep_size=8)), None),
+    ("Qwen/Qwen3-30B-A3B", dict(expert_tensor_parallel_size=512), "ffn size 768 is no multiple of etp 512"),
+    ("Qwen/Qwen3-30B-A3B", dict(pipeline_model_parallel_size=5), r"set megatron=dict\(num_layers_in_last_pipeline_stage=8\)"),
+    ("Qwen/Qwen3-30B-A3B", dict(pipeline_model_parallel_size=49), "set pipeline_model_parallel_size to at most 48"),
+    ("Qwen/Qwen3-4B", dict(use_routing_replay=True), "qwen3 has none; remove it"),
+    ("meta-llama/Llama-3.1-8B-Instruct", dict(rollout_quantization="fp8"), "set rollout_quantization=None")])
+def test_what_a_model_refuses(name, changes, problem):
+    """problems() says what train.start would raise; both ask check_model."""
+    cfg, c = cuda_cfg(**changes), published(name)
+    if problem is None:
+        return plan.check_model(cfg, c)
+    with pytest.raises(ValueError, match=problem):
+        plan.check_model(cfg, c)
+    assert len(plan.problems(cfg, c, H200)) == 1
+
+
+def test_an_fp8_model_needs_fp8_engines():
+    c = published("Qwen/Qwen3-4B")
+    c.quantization_config = fp8.QUANTIZATION_CONFIG
+    plan.check_model(cuda_cfg(rollout_quantization="fp8"), c)
+    plan.check_model(cuda_cfg(loss_type="sft"), c)
+    with pytest.raises(ValueError, match="set rollout_quantization='fp8', or write plain weights"):
+        plan.check_model(cuda_cfg(), c)
+
+
+def suggestion(settings, name="qwen3_4b"):
+    """(the Config, what nearest() says, the Config with that), the last as a run file would give it: validated."""
+    path = str(CONFIGS / f"{name}_grpo.py")
+    cfg = base.load(path, settings)
+    c, _ = sizes.read_config(cfg)
+    new = plan.nearest(cfg, c, H200, memory.share_memory)
+    again = base.load(path, settings + [f"--{key}={value}" for key, value in new.items()])
+    assert "it fits" in plan.dry_run(again, memory.share_memory)
+    return cfg, new, again
+
+
+APART = ["--colocate=false", "--sglang={}", "--tensor_model_parallel_size=1", "--sequence_parallel=false"]
+
+
+def test_suggestions_for_engines_of_their_own(offline):
+    _, new, _ = suggestion([*APART, "--actor_num_gpus=4", "--rollout_num_gpus_per_engine=1", "--rollout_num_gpus=1",
+                            "--rollout_max_response_len=1500000", "--max_tokens_per_gpu=2000", "--context_parallel_size=4",
+                            "--rollout_max_context_len=1500000", "--megatron=" + repr(plan.RECOMPUTE)])
+    assert new["rollout_num_gpus_per_engine"] == new["rollout_num_gpus"] == 2
+
+
+def test_suggestions_for_a_critic_of_its_own(offline):
+    """Both are too large for one GPU; 64 rows of an optimizer step are not enough for more than 64 replicas."""
+    _, new, again = suggestion([*APART, "--actor_num_gpus=1", "--rollout_num_gpus=2", "--critic={'lr': 1e-5}",
+                                "--advantage_estimator=ppo", "--critic_num_gpus=1", "--rollout_num_gpus_per_engine=1"], "qwen3_8b")
+    replica = again.actor_num_gpus // base.dp_size(again)
+    assert new and again.critic_num_gpus % replica == 0 and "sequence_parallel" not in new
+    # the critic alone does not fit
+    cfg = dataclasses.replace(again, actor_num_gpus=8 * replica, critic_num_gpus=1, tensor_model_parallel_size=1,
+                              pipeline_model_parallel_size=1, context_parallel_size=1)
+    assert "training may need" in plan.problems(cfg, published("Qwen/Qwen3-8B"), H200)[0]
+    assert plan.problems(dataclasses.replace(cfg, critic_num_gpus=8), published("Qwen/Qwen3-8B"), H200) == []
+
+
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+def test_sequence_parallel_stays_as_it_is(offline, sequence_parallel):
+    _, new, again = suggestion([f"--sequence_parallel={sequence_parallel}", "--max_tokens_per_gpu=100000", "--megatron={}"])
+    assert new and again.tensor_model_parallel_size > 1 and "sequence_parallel" not in new
+
+
+@pytest.mark.parametrize("text, message", [
+    ('{"hidden_size": 8}', "model_type None has no rule table .*; add a table"), ('{"model_type": "gpt2"}', "'gpt2' has no rule table"),
+    ('{"model_type": "gemma3"}', "'gemma3' has no rule table"), ("[]", "model_type None"),
+    ('{"model_type": "qwen3", "hidd', "from its folder .*Unterminated string.*; give a folder with a whole one"),
+    ('{"model_type": "qwen3", "use_sliding_window": true, "sliding_window": 8}', "config.json has layer_types .*; use a model whose layers all have it"),
+    ('{"model_type": "qwen3", "hidden_size": "8"}', "'hidden_size' .*expected int.*; mend it")])
+def test_a_config_that_cannot_be_used(offline, tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        sizes.read_config(cuda_cfg(hf_checkpoint=str(tmp_path)))
+
+
+def test_a_hub_name_with_a_space():
+    """The hub is asked, and says no, or is not reached: urlopen would refuse the name with an exception of its own."""
+    with pytest.raises(ValueError, match="config.json of some body/x could not be read from the hub"):
+        sizes.read_config(cuda_cfg(hf_checkpoint="some body/x"))
 
 
 def test_where_the_config_comes_from(offline, tmp_path, monkeypatch):
@@ -244,7 +355,7 @@ def test_where_the_config_comes_from(offline, tmp_path, monkeypatch):
     assert sizes.read_config(cuda_cfg(hf_checkpoint=qwen3_4b))[0].num_hidden_layers == 36
     for made_later in ("configs/demo_sft.py", lambda folder: None):
         assert sizes.read_config(cuda_cfg(hf_checkpoint=made_later)) == (None, "the model is made when the run starts")
-    with pytest.raises(ValueError, match="nobody/nothing was not reached at the hub.*; give a folder"):
+    with pytest.raises(ValueError, match="config.json of nobody/nothing could not be read from the hub .no network.*; give a folder"):
         sizes.read_config(cuda_cfg(hf_checkpoint="nobody/nothing"))
     with pytest.raises(ValueError, match="gpu_type='H300' is not known; use one of A100, "):
         plan.gpu_bytes_of(cuda_cfg(gpu_type="H300"))

@@ -21,14 +21,14 @@ BUDGET = {"configs/base.py": 450, "configs/validate.py": 270, "configs/shapes.py
           "fp8.py": 110, "families.py": 600, "cpu.py": 175, "gloo.py": 110, "ranks.py": 110, "bench.py": 290, "logs.py": 200}
 RUN_FILE = 60                                # lines of any other configs/*.py
 MAY_IMPORT = {                               # of our own modules
-    "train": {"configs", "rollout", "engines", "buffer", "actor", "algos", "convert", "families", "fp8", "rewards", "logs",
+    "train": {"configs", "rollout", "engines", "buffer", "actor", "algos", "convert", "rewards", "logs",
               "placement", "memory", "plan", "checks", "layers"},
     "rollout": {"buffer", "rewards", "algos", "engines", "configs"},
     "actor": {"model", "layers", "algos", "buffer", "weights_sync", "convert", "engines", "configs"},
     "model": {"convert", "families", "algos", "logprobs", "buffer", "ranks", "layers", "moe"}, "ranks": {"logprobs", "gloo"}, "layers": {"logprobs", "moe"},
     "moe": {"logprobs"}, "algos": {"logprobs"}, "buffer": {"chat"},
     "weights_sync": {"convert", "families", "fp8", "engines"}, "fp8": {"families"}, "convert": {"families", "fp8", "checkpoints"},
-    "checkpoints": {"families", "model", "buffer", "configs", "engines"}, "memory": {"plan"}, "plan": {"sizes", "families", "configs"},
+    "checkpoints": {"families", "model", "buffer", "configs", "engines"}, "memory": {"plan"}, "plan": {"sizes", "families", "fp8", "configs"},
     "sizes": {"families", "configs"}, "bench": {"train", "checks", "configs", "buffer", "engines", "algos", "model", "layers"},
     "base": {"configs"}} | dict.fromkeys(["engines", "placement", "checks", "rewards", "logprobs", "chat", "families", "cpu", "gloo",
                                           "logs", "mend"], set())
