@@ -31,6 +31,9 @@ SLACK = 0.1                                  # that an engine leaves free of its
 ENGINE_SHARE = 0.88                          # about what SGLang takes for weights and cache where nothing is set
 # Bytes a second of a sync: 8,045 MB in 0.043 and 0.047 s within a node (benchmarks/h200.md). Between nodes: slower.
 SYNC_RATE = {"tensor": 187e9, "distributed": 171e9}
+# Bytes a parameter of an optimizer on the CPU: weights, moments and gradients in fp32 are 16; page-locked memory comes in
+# powers of two, and what once held the bf16 weights is kept. Measured: benchmarks/h200.md.
+OFFLOADED = 23
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
@@ -140,7 +143,7 @@ def trainer(cfg, c) -> Rank:
         found.append(Rank(
             stage, len(layers), dense + experts, weights, models * 4 * (dense + experts), states * (1 - fraction),
             activations(cfg, c, stage), chunk * 8 * c.vocab_size / tp,         # in bf16 and fp32, and their gradient
-            host + fraction * states * (state + 4) / state))     # the CPU's optimizer has a copy of the gradients
+            host + fraction * states / state * OFFLOADED))
     return max(found, key=lambda rank: rank.total)
 
 
