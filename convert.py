@@ -73,7 +73,7 @@ def load_hf_config(path_or_hub_name):
     try:
         # before transformers sees it: our message names what works here
         values = json.loads((folder / "config.json").read_text())
-        fam = lookup(values.get("model_type"))
+        fam = lookup(values.get("model_type") if isinstance(values, dict) else None)
         if values["model_type"] in ALIASES:      # transformers has no class of this name
             return AutoConfig.for_model(**values | {"model_type": fam.model_type})
         return AutoConfig.from_pretrained(folder)

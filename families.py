@@ -428,7 +428,8 @@ def lookup(model_type) -> Family:
     whose = ALIASES.get(model_type, (model_type,))[0]
     if whose not in FAMILIES:
         known = ", ".join(sorted({**FAMILIES, **ALIASES}))
-        raise ValueError(f"model_type {model_type!r} has no rule table (there is: {known}); add a table in families.py")
+        raise ValueError(f"model_type {model_type!r} has no rule table; give a model of one of these: {known}; or add a table "
+                         "in families.py" if model_type else "config.json names no model_type; copy or download it again")
     return FAMILIES[whose]
 
 
@@ -518,7 +519,8 @@ def check_tp(hf_config, tp_size: int, ep_size: int = 1, etp_size: int = 1):
                          f"tensor_model_parallel_size to a divisor of {groups}; use pp, cp or dp for the other GPUs")
     for ffn in (hf_config.intermediate_size, shared_ffn(hf_config)):
         if ffn % tp_size:
-            raise ValueError(f"ffn size {ffn} is no multiple of tp {tp_size}; set tensor_model_parallel_size to a divisor")
+            raise ValueError(f"ffn size {ffn} is no multiple of tp {tp_size}; set tensor_model_parallel_size to a divisor of "
+                             "it")
     if not experts and ep_size * etp_size > 1:
         raise ValueError(f"{hf_config.model_type} has no experts; remove expert_model_parallel_size={ep_size} and "
                          f"expert_tensor_parallel_size={etp_size}")

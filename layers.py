@@ -88,7 +88,8 @@ def check(cfg) -> None:
                          "use recompute_granularity='full'")
     for name in {"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor"} & set(cfg.megatron):
         raise ValueError(f"megatron: {name} is of pretraining, where experts must first find their balance; remove it. What "
-                         "moves the router's bias against an imbalance: megatron=dict(moe_router_bias_update_rate=1e-3)")
+                         "moves routers' biases against an imbalance, where a family has them (GLM-4.5, DeepSeek, Kimi): "
+                         "megatron=dict(moe_router_bias_update_rate=1e-3)")
     for name in {"moe_token_dispatcher_type", "moe_permute_fusion", "moe_shared_expert_overlap",
                  "moe_router_padding_for_quantization"} & set(cfg.megatron):
         raise ValueError(f"megatron: {name} is for Megatron's own dispatchers, and moe.py has another; remove it")

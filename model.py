@@ -194,8 +194,8 @@ class MegatronModel:
         opt |= dict(optimizer_offload_fraction=1.0, overlap_cpu_optimizer_d2h_h2d=True)
         config = OptimizerConfig(**opt | pick(OptimizerConfig, cfg.megatron))
         if config.optimizer_cpu_offload:
-            # Main weights only where their Adam is, not on the GPU as well. NOTE: given to the constructor it would ask for
-            # Transformer Engine's version, also where there is none.
+            # Main weights only where their Adam is, not on the GPU as well. NOTE: set afterwards, as the constructor would
+            # look at Transformer Engine's version, also where there is none.
             config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
             config.store_param_remainders = False
         self.optimizer = get_megatron_optimizer(config, self.chunks)
@@ -205,7 +205,7 @@ class MegatronModel:
         for one in offloaded(self.optimizer):
             for group in one.param_groups:
                 del group["cpu_optimizer_cls"], group["gpu_optimizer_cls"]       # which have no place in a checkpoint
-            gc.collect()                     # Megatron builds it twice, and the first is a cycle
+            gc.collect()                     # Megatron builds it twice; the first, a cycle, would keep its CPU memory
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads   # sums over DP, SP norms, tied embeddings over PP
         steps = max(cfg.lr_decay_iters or total_steps, cfg.lr_warmup_iters + 1)
@@ -554,15 +554,16 @@ class MegatronModel:
 
 
 class AdamOnCPU(torch.optim.AdamW):
-    """Megatron tells by the class where the state of an offloaded optimizer's parts belongs."""
+    """The same Adam by another name: Megatron tells what an offloaded optimizer has on the CPU and on the GPU by class."""
 
 
 def inner_optimizers(optimizer) -> list[torch.optim.Optimizer]:
-    """What is inside Megatron's wrappers: torch's Adam or, with optimizer_cpu_offload, Megatron's of several Adams."""
+    """What is inside Megatron's wrappers: torch's Adam or, with optimizer_cpu_offload, one that holds several Adams."""
     return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
 def offloaded(optimizer) -> list[HybridDeviceOptimizer]:
+    """Those of them that keep a part on the CPU."""
     return [one for one in inner_optimizers(optimizer) if isinstance(one, HybridDeviceOptimizer)]
 
 
@@ -589,9 +590,9 @@ def make_adam_state(optimizer) -> None:
 def torch_adam_state(optimizer):
     """Repairs of Megatron's optimizer loading for torch's Adam.
 
-    It asks a fresh optimizer for its state. It copies every entry of a parameter's state and finds
-    no "step" in the file, where that is stored once. And it hands one step tensor to all parameters, which Adam would then
-    raise once for each of them.
+    A fresh optimizer has no state, and Megatron asks for it. It copies every entry of a parameter's state and finds no "step"
+    in the file, where that is stored once. And it hands one step tensor to all parameters, which Adam would count up once for
+    each of them.
     """
     make_adam_state(optimizer)
     original = DistributedOptimizer._set_main_param_and_optimizer_states

@@ -9,8 +9,9 @@ Megatron's.
 
 Test:  pytest tests/test_families.py tests/test_moe.py
 Knows nothing about: which tokens these are. What it must know of a micro-batch comes in its layers.Packing.
-Shapes: T tokens on this rank, N copies of tokens at this rank's experts, E experts of a layer, e of this rank, k experts a
-        token, F ffn of one expert, H hidden.
+Shapes: T tokens on this rank (with sequence parallelism its part), N copies of tokens at this rank's experts, L layers, E
+        experts of a layer, e of this rank, k experts a token, F ffn of one expert, H hidden; etp ranks share an expert.
+Shared experts, which every token goes through, are Megatron's own MLP beside these.
 Left out on purpose: auxiliary and z losses (the pretrained balance is to stay; refused in layers.check), token dropping.
 """
 import types
@@ -49,7 +50,7 @@ class Router(TopKRouter):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.packing = None                  # layers.Packing of the micro-batch, set by layers.Layer before each forward
+        self.packing = None                  # layers.Packing of the micro-batch, set by layers.LayerWithExperts
         self.router_replay = types.SimpleNamespace(get_replay_topk=self.choose)      # whom Megatron asks for the experts
 
     def gating(self, hidden: Tensor) -> Tensor:
@@ -57,7 +58,8 @@ class Router(TopKRouter):
         return F.linear(hidden.float(), self.weight.float())     # Megatron's own needs Transformer Engine
 
     def choose(self, scores: Tensor, topk: int, num_groups, group_topk, top) -> tuple[Tensor, Tensor]:
-        """-> scores of the chosen experts and their numbers [T, k]"""
+        """-> scores of the chosen experts and their numbers [T, k]. top: Megatron's top-k, limited to groups where it has
+        them; scores [T, E]: with the bias added, where there is one."""
         values, experts = top(scores, topk, num_groups, group_topk)
         packing, layer = self.packing, self.layer_number - 1
         if packing.experts is not None:      # [T, L, k]; -1: nobody chose (padding, the last token): our own stands
@@ -69,7 +71,7 @@ class Router(TopKRouter):
         return values, experts
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask=None) -> None:
-        """Megatron calls this with who goes where [T, E]; its own counts padding too."""
+        """Counts tokens; Megatron, which moves the bias by them, calls it so. Its own counts padding. routing_map [T, E]"""
         if not torch.is_grad_enabled():      # a pass for log-probs; or the first of a layer that will be computed again
             return
         tokens = (routing_map & self.packing.real[:, None]).sum(0).float()                        # [E]
@@ -79,7 +81,7 @@ class Router(TopKRouter):
 
 
 def check_routes(experts: Tensor, config) -> None:
-    """AssertionError unless the engine sent a token to different experts in each layer. experts [T, L * k], -1: unknown"""
+    """AssertionError where the engine's routes name an expert twice for a token in a layer. experts [T, L * k], -1: unknown"""
     layers = [i for i, has in enumerate(config.moe_layer_freq) if has]
     told = experts.unflatten(1, (config.num_layers, -1))[:, layers].sort(-1).values               # [T, layers, k]
     twice = (told.diff(dim=-1) == 0) & (told[..., 1:] >= 0)
@@ -102,17 +104,17 @@ def balance(load: Tensor) -> dict[str, float]:
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's, but for how a rank copies its own tokens. Megatron adds a token's k results (and in the backward pass the
     gradients of its k copies) to the same row by atomic adds in bf16. Here each token fetches its k rows and sums them in
-    fp32: faster, more exact, and the same bits every time. And with all experts on this rank, nobody waits for the GPU to
-    tell how many tokens each of them got."""
+    fp32: faster (benchmarks/h200.md), more exact, and the same bits every time. And with all experts on this rank, nobody
+    waits for the GPU to tell how many tokens each of them got."""
 
     def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, 1, H], routing_map and probs [T, E] -> copies sorted by expert [T * k, H], their weights [T * k]"""
         self.hidden_shape, self.probs, self.tokens_per_expert = hidden.shape, probs, self.preprocess(routing_map)
-        self.alone = self.ep_size * self.tp_size == 1
+        self.alone = self.ep_size * self.tp_size == 1            # Megatron's tp_size is etp here
         if not self.alone:                   # an all-to-all wants the numbers on the CPU
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
-        experts = routing_map.byte().topk(self.config.moe_router_topk, dim=1).indices             # [T, k]
-        sorted_place = routing_map.T.flatten().cumsum(0).view(routing_map.T.shape).T - 1          # [T, E]
+        experts = routing_map.byte().topk(self.config.moe_router_topk, dim=1).indices             # [T, k]: no row has fewer
+        sorted_place = routing_map.T.flatten().cumsum(0).view(routing_map.T.shape).T - 1          # [T, E] row, where True
         self.row = sorted_place.gather(1, experts)                                                # [T, k]
         self.copy = torch.empty_like(self.row.flatten())                                          # [T * k] row -> t * k + j
         self.copy[self.row.flatten()] = torch.arange(self.row.numel(), device=hidden.device)

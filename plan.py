@@ -11,7 +11,8 @@ Run:   python train.py configs/qwen3_30b_a3b_grpo.py --dry-run [--gpu_type=H100]
 Test:  pytest tests/test_plan.py       (counts against transformers' models, bytes against benchmarks/h200.md)
 Knows nothing about: who leaves a shared GPU when (memory.py, which asks here), weights, process groups.
 Left out on purpose: MTP layers (not trained), experts that get more tokens than others, selective recomputation (counted as
-       kept), vocabulary padding. Everywhere: c is the model's config, GB are 10^9 bytes, a plan is within about 10%.
+       kept), vocabulary padding. Everywhere: c is the model's config, GB are 10^9 bytes, a plan is within about 10%,
+       but for a sync's seconds, which are a floor.
 """
 import contextlib
 import dataclasses
@@ -22,7 +23,7 @@ import fp8
 from configs.base import Config, critic_config, dp_size, need
 from configs.validate import validate_batch, validate_critic, validate_layout
 from families import (check_policy, check_stages, check_tp, head_dim_of, last_stage, layers_with_experts, num_experts,
-                      shared_ffn)
+                      megatron_config, shared_ffn)
 from sizes import Parameters, is_mla, of_layers, parameters, read_config
 
 GPU_MIB = {"A100": 81920, "H100": 81559, "H20": 97871, "H200": 143771, "B200": 183359}    # nvidia-smi's memory.total
@@ -32,7 +33,7 @@ ENGINE_SHARE = 0.88                          # about what SGLang takes for weigh
 # Bytes a second of a sync: 8,045 MB in 0.043 and 0.047 s within a node (benchmarks/h200.md). Between nodes: slower.
 SYNC_RATE = {"tensor": 187e9, "distributed": 171e9}
 # Bytes a parameter of an optimizer on the CPU: weights, moments and gradients in fp32 are 16; page-locked memory comes in
-# powers of two, and what once held the bf16 weights is kept. Measured: benchmarks/h200.md.
+# powers of two, and what once held the bf16 weights is kept. From one run: benchmarks/h200.md, "Qwen3-30B-A3B, four GPUs".
 OFFLOADED = 23
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -46,7 +47,7 @@ class Rank:
     parameters: float                        # of this rank, of one model
     weights: float
     gradients: float                         # fp32
-    optimizer: float                         # fp32 main weights and Adam's two moments
+    optimizer: float                         # on the GPU: fp32 main weights and Adam's two moments
     activations: float
     logits: float                            # of one chunk, on the last stage
     host: float                              # CPU memory: what leaves while engines work, other models, offloaded optimizer
@@ -196,11 +197,13 @@ def problems(cfg, c, gpu_bytes: float) -> list[str]:
     except ValueError as error:
         return [str(error)]
     found, share = [], cfg.sglang.get("mem_fraction_static", ENGINE_SHARE)
+    if cfg.rollout_quantization and cfg.gpu_type == "A100":
+        found.append("rollout_quantization='fp8' needs Hopper or newer; set rollout_quantization=None")
     engines = cfg.loss_type != "sft"
     beside = share if engines and cfg.colocate and cfg.offload_rollout is False else 0
     if rank.total / gpu_bytes + beside + CUDA > 1:
         found.append(f"training may need {rank.total / 1e9:.0f} GB" + (f" beside the engine's {beside:.2f}" if beside else "")
-                     + f" of a GPU's {gpu_bytes / 1e9:.0f}; set max_tokens_per_gpu lower, "
+                     + f" of the {gpu_bytes * (1 - CUDA) / 1e9:.0f} that CUDA leaves of a GPU; set max_tokens_per_gpu lower, "
                      + ("" if RECOMPUTE.items() <= cfg.megatron.items() else f"megatron={RECOMPUTE}, ") + "or use more GPUs")
     if not engines:
         return found
@@ -220,6 +223,12 @@ def check_model(cfg, c) -> None:
     check_stages(c, cfg)
     need(not num_experts(c) or cfg.tensor_model_parallel_size == 1 or cfg.sequence_parallel,
          "experts with tensor parallelism need sequence_parallel; set it to True")
+    fields = megatron_config(c)[0]
+    rate = "moe_router_bias_update_rate"
+    for key in sorted((fields.keys() - {rate}) & cfg.megatron.keys()):
+        raise ValueError(f"megatron[{key!r}] follows from config.json, which the engine reads too; remove it")
+    need(not cfg.megatron.get(rate) or fields.get("moe_router_enable_expert_bias"), f"megatron[{rate!r}] moves routers' "
+         f"e_score_correction_bias, and {c.model_type} has none; remove it")
     need(num_experts(c) or not (cfg.use_routing_replay or cfg.use_rollout_routing_replay),
          f"routing replay is for models with experts, and {c.model_type} has none; remove it")
     if cfg.loss_type != "sft":
@@ -247,7 +256,8 @@ def check_engine(cfg, c) -> int:
 
 
 def nearest(cfg, c, gpu_bytes: float, settle) -> dict | None:
-    """The changes to the settings that make it fit: fewest of them, then fewest GPUs; None: none of 16 x the GPUs does."""
+    """The changes to the settings that make it fit: fewest of them, then fewest GPUs; None: none of 16 x the GPUs does. An
+    optimizer on the CPU, virtual stages and etp are not tried."""
     def holds_a_sample(width):
         with contextlib.suppress(ValueError):
             one = dataclasses.replace(cfg, rollout_num_gpus_per_engine=width)
@@ -299,7 +309,8 @@ def dry_run(cfg, settle) -> str:
 
 def report(cfg: Config, asked: Config, c, source: str, gpu_bytes: float, settle) -> str:
     """The plan of a Config with its shared memory settled, for people; asked: as it was given."""
-    ours, name = parameters(c), cfg.hf_checkpoint if isinstance(cfg.hf_checkpoint, str) else c.model_type
+    ours, name = parameters(c), cfg.hf_checkpoint if isinstance(cfg.hf_checkpoint, str) else getattr(
+        cfg.hf_checkpoint, "published", c.model_type)
     active = ours.total - ours.experts * (1 - c.num_experts_per_tok / num_experts(c)) if ours.experts else 0
     active = f", {active / 1e9:.2f} B of them for a token" if active else ""
     lines = [f"plan: {name}, {ours.total / 1e9:.2f} B parameters{active}; config.json from {source}"]
@@ -320,7 +331,8 @@ def report(cfg: Config, asked: Config, c, source: str, gpu_bytes: float, settle)
 def report_trainer(cfg, rank: Rank, experts: bool, gpu_bytes: float) -> list[str]:
     keys = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model", etp="expert_tensor")
     sizes = [f"{name} {getattr(cfg, key + '_parallel_size')}" for name, key in keys.items()]
-    what = dict(weights=cfg.dtype, gradients="fp32", optimizer="fp32 main weights, two moments",
+    rest = ", the rest on the CPU" if cfg.megatron.get("optimizer_cpu_offload") else ""
+    what = dict(weights=cfg.dtype, gradients="fp32", optimizer="fp32 main weights, two moments" + rest,
                 activations=f"{micro_batch_tokens(cfg):,} tokens a micro-batch", logits="of one chunk")
     return [f"  trainers: {cfg.actor_num_gpus} GPU(s) = {' x '.join(sizes[:3])} x dp {dp_size(cfg)}"
             + (f"; experts over {', '.join(sizes[3:])}" if experts else ""),
@@ -335,10 +347,11 @@ def report_engine(cfg, c, one: Engine) -> list[str]:
                           SYNC_RATE.get(cfg.update_weight_transport))
     kind = cfg.rollout_quantization or {"bfloat16": "bf16"}.get(cfg.dtype, cfg.dtype)
     asked, sync = cfg.sglang.get("max_running_requests") or cfg.sglang_server_concurrency, model_bytes(cfg, c)
-    return [f"  engines: {cfg.rollout_num_gpus // width} of {width} GPU(s)",
+    return [f"  engines: {cfg.rollout_num_gpus // width}, each on {width} GPU(s)",
             f"    {'weights':12} {one.weights / 1e9:8.1f} GB   {kind}",
             f"    {'cache':12} {one.cache / 1e9:8.1f} GB   the rest of {share} of the GPU",
             f"    {one.token_bytes:,.0f} bytes a token and GPU: {one.tokens:,} tokens, {one.samples:.0f} samples of "
-            f"{sample_tokens(cfg):,} at a time; up to {asked} are asked for",
+            f"{sample_tokens(cfg):,} at a time; up to {asked} are asked for"
+            + ("" if cfg.rollout_max_prompt_len else " (prompts not counted)"),
             f"  weight sync: {sync / 1e9:.2f} GB {kind}"
             + (f", at least {sync / rate:.2f} s at {rate / 1e9:.0f} GB/s (within a node)" if rate else "")]

@@ -17,6 +17,6 @@ expert_model_parallel_size = 4    # a rank has 32 experts of each layer, and all
 rollout_num_gpus_per_engine = 4
 megatron = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5,
                 recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-# 105 GB of 30B's training stay on each GPU, and 250 GB in all on the CPU: trainers cannot leave as well.
+# By plan 104 GB of 30B's training stay on each GPU and 351 GB in all on the CPU: trainers cannot leave as well.
 offload_train = False
 offload_rollout = True

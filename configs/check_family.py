@@ -8,6 +8,9 @@ import os as _os
 
 from configs import shapes as _shapes
 
+_families = [name for name in vars(_shapes) if name.startswith("few_")]
+if _os.environ.get("FAMILY", "few_qwen3_moe") not in _families:
+    raise SystemExit(f"FAMILY={_os.environ['FAMILY']!r}; set it to one of {', '.join(_families)}")
 hf_checkpoint = getattr(_shapes, _os.environ.get("FAMILY", "few_qwen3_moe"))
 
 

@@ -35,7 +35,7 @@ colocate = True
 megatron = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
                 num_layers_in_last_pipeline_stage=5)
 rollout_quantization = "fp8"      # as the published checkpoint, which training reads as bf16
-rollout_num_gpus_per_engine = 16  # 16 engines, each of 8 attention groups of 2 GPUs; 1,026 GB of weights:
+rollout_num_gpus_per_engine = 16  # 16 engines, each of 8 attention groups of 2 GPUs; 1,029 GB of weights:
 #                                   63 GB of experts a GPU, and half of all else
 sglang = dict(mem_fraction_static=0.7, enable_dp_attention=True, dp_size=8, trust_remote_code=True)   # its tokenizer is code
 sglang_server_concurrency = 1024  # 128 a group

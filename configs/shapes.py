@@ -32,7 +32,7 @@ PUBLISHED = {f"Qwen/Qwen3-{size.upper()}": qwen3(size) for size in QWEN3} | {
     "Qwen/Qwen3-30B-A3B": dict(
         model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
         head_dim=128, num_attention_heads=32, num_key_value_heads=4, tie_word_embeddings=False, num_experts=128,
-        num_experts_per_tok=8, moe_intermediate_size=768),
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True),
     "zai-org/GLM-4-9B-0414": dict(
         model_type="glm4", vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, head_dim=128,
         num_attention_heads=32, num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False),
@@ -83,7 +83,7 @@ def random_model(name: str, **changes):
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
         ids = dict(max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0)
         config = AutoConfig.for_model(**values, **ids)
-        # A layer of each kind; the others are written like the last of them.
+        # transformers makes one layer of each kind (dense, with experts), lengthen() writes the others.
         few = min(values.get("first_k_dense_replace", 0) + 1, config.num_hidden_layers)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.set_default_dtype(torch.bfloat16)

@@ -9,6 +9,7 @@ Knows nothing about: models and data (train.start reads those before anything he
 import dataclasses
 import difflib
 import math
+import warnings
 
 from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, dp_size, eval_config, eval_settings, fits, need,
                           samples_per_group)
@@ -42,10 +43,12 @@ def validate_layout(cfg: Config) -> None:
     tp, pp, cp, world = (cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size,
                          cfg.actor_num_gpus)
     need(world % (tp * pp * cp) == 0, f"actor_num_gpus {world} is not a multiple of tp {tp} * pp {pp} * cp {cp}; "
-         f"set actor_num_gpus={tp * pp * cp * max(world // (tp * pp * cp), 1)}")
+         f"set actor_num_gpus={tp * pp * cp * max(world // (tp * pp * cp), 1)}, or other sizes (tp: a divisor of the model's "
+         "key and value heads)")
     ep, etp, ranks = cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size, world // pp
     need(ranks % (ep * etp) == 0, f"the {ranks} ranks of a pipeline stage (tp * cp * dp) are not a multiple of ep {ep} * etp "
-         f"{etp}; set expert_model_parallel_size={math.gcd(ranks // math.gcd(ranks, etp), ep)}"
+         f"{etp}; set expert_model_parallel_size="
+         f"{max(n for n in range(1, ep + 1) if ranks // math.gcd(ranks, etp) % n == 0)}"
          + ("" if ranks % etp == 0 else " and expert_tensor_parallel_size=1"))
     need(ep * etp == 1 or tp == 1 or cfg.sequence_parallel, "experts with tensor parallelism need sequence_parallel, or each "
          "token would be sent tp times; set sequence_parallel=True")
@@ -55,7 +58,8 @@ def validate_layout(cfg: Config) -> None:
     need(not cfg.sequence_parallel or tp > 1, "sequence_parallel needs tensor parallelism; set tensor_model_parallel_size=2")
     engines, per_engine = cfg.rollout_num_gpus, cfg.rollout_num_gpus_per_engine
     need(engines % per_engine == 0, f"rollout_num_gpus {engines} is not a multiple of rollout_num_gpus_per_engine "
-         f"{per_engine}; set rollout_num_gpus={per_engine * max(engines // per_engine, 1)}")
+         f"{per_engine}; set " + ("rollout_num_gpus_per_engine to a divisor of it" if cfg.colocate else
+                                  f"rollout_num_gpus={per_engine * max(engines // per_engine, 1)}"))
     need(cfg.device != "cpu" or per_engine == 1, "SGLang runs an engine on one CPU process only; "
          "set rollout_num_gpus_per_engine=1 and more engines through rollout_num_gpus")
     need(not cfg.colocate or cfg.device == "cpu" or cfg.loss_type == "sft" or engines == world,
@@ -255,16 +259,23 @@ def eval_fields() -> set[str]:
 def validate_passthrough(cfg: Config) -> None:
     """`megatron` and `sglang` name fields of the packages' own dataclasses; what nanoslime sets itself is refused there."""
     if cfg.megatron or cfg.critic.get("megatron"):
-        from megatron.core.distributed import DistributedDataParallelConfig   # 5 s to import, so only when asked
-        from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        with warnings.catch_warnings():      # about Transformer Engine and apex
+            warnings.simplefilter("ignore")
+            from megatron.core.distributed import DistributedDataParallelConfig          # 5 s to import, so only when asked
+            from megatron.core.optimizer import OptimizerConfig
+            from megatron.core.transformer.transformer_config import TransformerConfig
         check_passthrough("megatron", cfg.megatron | cfg.critic.get("megatron", {}),
                           (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig),
                           {"tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "lr", "min_lr",
                            "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "use_distributed_optimizer",
-                           "params_dtype", "bf16", "calculate_per_token_loss"})
+                           "params_dtype", "bf16", "calculate_per_token_loss", "context_parallel_size", "pipeline_dtype",
+                           "expert_model_parallel_size", "expert_tensor_parallel_size", "variable_seq_lengths",
+                           "virtual_pipeline_model_parallel_size", "perform_initialization"})
     need("use_precision_aware_optimizer" not in cfg.megatron, "megatron['use_precision_aware_optimizer'] comes with "
          "optimizer_cpu_offload by itself, and without it needs Transformer Engine's Adam, which we do not use; remove it")
+    share = cfg.megatron.get("optimizer_offload_fraction")
+    need(share is None or (cfg.megatron.get("optimizer_cpu_offload") and 0 < share <= 1), f"megatron['optimizer_offload_"
+         f"fraction']={share} is how much of Adam optimizer_cpu_offload=True moves to the CPU; set both, it to at most 1.0")
     if cfg.megatron.get("optimizer_cpu_offload"):
         for key, must in dict(device="cuda", dtype="bfloat16", use_distributed_optimizer=True).items():
             need(getattr(cfg, key) == must, "megatron['optimizer_cpu_offload'] takes the distributed optimizer of a bf16 "

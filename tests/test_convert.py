@@ -355,7 +355,7 @@ def test_folders_and_types_that_are_not_there(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"model folder {name} not found: .*{why}.*; give a folder with"):
             convert.load_hf_config(name)
     (tmp_path / "config.json").write_text('{"model_type": "mamba7"}')
-    with pytest.raises(ValueError, match="'mamba7' has no rule table .there is: deepseek_v3, glm4, .*qwen3_moe.; add a table"):
+    with pytest.raises(ValueError, match="'mamba7' has no rule table; .*: deepseek_v3, glm4, .*qwen3_moe; or add a table"):
         convert.load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(ValueError, match="config.json cannot be read"):

@@ -4,7 +4,7 @@ test_families.py: every model family under every layout, against transformers an
     tiny HF models --transformers--> log-probs, loss, gradients of each weight      == ?
                    --model.py, cut over 1, 2 or 4 processes--> the same; and written back, bit for bit; and resumed
 
-Run:   make families   (pytest -q -s tests/test_families.py)    CPU only, about 8 minutes; prints the README's table
+Run:   make families   (pytest -q -s tests/test_families.py)    CPU only, about 8 minutes; prints the table whose largest values README names
 
 Each layout is started once and goes through all families. Gradients travel by the same way as weights (families.to_hf is
 linear), so what is compared is each tensor of the checkpoint, wherever its parts were.

@@ -271,6 +271,9 @@ def test_layouts_that_cannot_be(offline, settings, problem):
     ("Qwen/Qwen3-30B-A3B", dict(pipeline_model_parallel_size=5), r"set megatron=dict\(num_layers_in_last_pipeline_stage=8\)"),
     ("Qwen/Qwen3-30B-A3B", dict(pipeline_model_parallel_size=49), "set pipeline_model_parallel_size to at most 48"),
     ("Qwen/Qwen3-4B", dict(use_routing_replay=True), "qwen3 has none; remove it"),
+    ("Qwen/Qwen3-30B-A3B", dict(megatron=dict(moe_router_topk=4)), r"megatron\['moe_router_topk'\] follows from config.json"),
+    ("Qwen/Qwen3-30B-A3B", dict(megatron=dict(moe_router_bias_update_rate=1e-3)), "qwen3_moe has none; remove it"),
+    ("zai-org/GLM-4.5", dict(megatron=dict(moe_router_bias_update_rate=1e-3)), None),
     ("meta-llama/Llama-3.1-8B-Instruct", dict(rollout_quantization="fp8"), "set rollout_quantization=None")])
 def test_what_a_model_refuses(name, changes, problem):
     """problems() says what train.start would raise; both ask check_model."""
@@ -280,6 +283,12 @@ def test_what_a_model_refuses(name, changes, problem):
     with pytest.raises(ValueError, match=problem):
         plan.check_model(cfg, c)
     assert len(plan.problems(cfg, c, H200)) == 1
+
+
+def test_fp8_on_an_a100():
+    c = published("Qwen/Qwen3-8B")
+    cfg = cuda_cfg(rollout_quantization="fp8", gpu_type="A100")
+    assert any("needs Hopper or newer" in one for one in plan.problems(cfg, c, H200))
 
 
 def test_an_fp8_model_needs_fp8_engines():
@@ -332,8 +341,8 @@ def test_sequence_parallel_stays_as_it_is(offline, sequence_parallel):
 
 
 @pytest.mark.parametrize("text, message", [
-    ('{"hidden_size": 8}', "model_type None has no rule table .*; add a table"), ('{"model_type": "gpt2"}', "'gpt2' has no rule table"),
-    ('{"model_type": "gemma3"}', "'gemma3' has no rule table"), ("[]", "model_type None"),
+    ('{"hidden_size": 8}', "names no model_type; copy or download"), ('{"model_type": "gpt2"}', "'gpt2' has no rule table"),
+    ('{"model_type": "gemma3"}', "'gemma3' has no rule table"), ("[]", "names no model_type"),
     ('{"model_type": "qwen3", "hidd', "from its folder .*Unterminated string.*; give a folder with a whole one"),
     ('{"model_type": "qwen3", "use_sliding_window": true, "sliding_window": 8}', "config.json has layer_types .*; use a model whose layers all have it"),
     ('{"model_type": "qwen3", "hidden_size": "8"}', "'hidden_size' .*expected int.*; mend it")])
