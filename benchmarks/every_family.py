@@ -1,5 +1,5 @@
 """
-families.py: does each model family work from end to end? A table of checks; every cell is one that ran.
+every_family.py: does each model family work from end to end? A table of checks; every cell is one that ran.
 
     tiny random model --> log-probs | round trip | sync | fp8 --> | family | 2e-06 | 57 of 57 tensors | ... |
 

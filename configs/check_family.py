@@ -8,10 +8,11 @@ import os as _os
 
 from configs import shapes as _shapes
 
-_families = [name for name in vars(_shapes) if name.startswith("few_")]
-if _os.environ.get("FAMILY", "few_qwen3_moe") not in _families:
-    raise SystemExit(f"FAMILY={_os.environ['FAMILY']!r}; set it to one of {', '.join(_families)}")
-hf_checkpoint = getattr(_shapes, _os.environ.get("FAMILY", "few_qwen3_moe"))
+_families = {name: value for name, value in vars(_shapes).items() if name.startswith("few_")}
+_name = _os.environ.get("FAMILY", "few_qwen3_moe")
+if _name not in _families:
+    raise SystemExit(f"FAMILY={_name!r} is unknown; set it to one of {', '.join(_families)}")
+hf_checkpoint = _families[_name]
 
 
 def prompt_data() -> list[dict]:

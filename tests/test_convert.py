@@ -833,3 +833,23 @@ def test_layers_that_are_carried_in_fp8(extra, tmp_path):
     assert set(wide.carried) == names and not wide.scales
     with pytest.raises(ValueError, match="scales do not match: "):
         convert.HFReader(edit(tmp_path / "fp8", tmp_path / "bad", lambda t: {n: t[n] for n in t if n != min(quantised) + fp8.SUFFIX}))
+
+
+# ---- Random models -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, changes", [
+    ("Qwen/Qwen3-0.6B", {}),
+    ("Qwen/Qwen3-30B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+    ("deepseek-ai/DeepSeek-V3", dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=2, topk_group=1,
+                                     first_k_dense_replace=1, q_lora_rank=16))])
+def test_random_models_are_whole(tmp_path, name, changes):
+    """Most layers are written one by one: transformers finds each tensor, and no two layers are alike."""
+    import transformers
+
+    from configs.shapes import random_model
+    random_model(name, num_hidden_layers=4, hidden_size=32, intermediate_size=32, vocab_size=128, num_attention_heads=4,
+                 num_key_value_heads=4, **changes)(str(tmp_path))
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values()) and len(model.model.layers) == 4
+    out = [layer.self_attn.o_proj.weight.float() for layer in model.model.layers]
+    assert all(0.015 < x.std() < 0.025 for x in out) and not any(torch.equal(a, b) for a, b in zip(out, out[1:]))
+    convert.HFReader(str(tmp_path))          # refuses what is incomplete
