@@ -12,6 +12,7 @@ Left out on purpose: a second model in GPU memory for reference and teacher; the
 """
 import gc
 import pathlib
+import threading
 import time
 
 import ray
@@ -233,6 +234,7 @@ class Trainers:
         """places: a placement.Places; None for a CPU run."""
         self.cfg, self.actors = cfg, []
         self.dp_size = 0                     # known after start()
+        self.asking = threading.Lock()
         # PPO: the critic's ranks. They sleep, wake and are saved with the actors', and train when they are told.
         critic = actor_class is TrainActor and bool(cfg.critic)
         self.critic = Trainers(critic_config(cfg), places, CriticActor) if critic else None
@@ -274,7 +276,8 @@ class Trainers:
     def call_all(self, method: str, *args, timeout_s: float | None = None) -> list:
         """The same method on every rank -> each rank's answer. The first rank that fails ends the wait for all."""
         limit_s = timeout_s or self.cfg.train_timeout_s
-        pending = [getattr(actor, method).remote(*args) for actor in self.actors]
+        with self.asking:                    # another thread's call (a restarted engine wants weights) in the same order everywhere
+            pending = [getattr(actor, method).remote(*args) for actor in self.actors]
         every, end = list(pending), time.monotonic() + limit_s
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))

@@ -99,8 +99,7 @@ def one_step(cfg: base.Config, step: int, trainers, engines, rollout, logs) -> d
         if cfg.offload_rollout:
             engines.wake(["weights"])
     with logs.phase("update_weights"):
-        metrics |= trainers.push_weights(engines, step + 1)
-        rollout.weight_version = step + 1
+        metrics |= rollout.sync(lambda: trainers.push_weights(engines, step + 1), step + 1)
     with logs.phase("trainers_sleep"):
         if cfg.offload_train:
             trainers.sleep()

@@ -1,5 +1,5 @@
 """
-buffer.py: what is a sample, where do prompts come from, what waits, how are samples packed and split over ranks?
+buffer.py: where do prompts come from, what waits, how are samples packed and split over ranks?
 
     jsonl | parquet | reasoning-gym | function --DataSource--> groups of Sample --rollout.py--> finished Samples
     finished Samples --to_train_data--> lists by key --plan--> steps x ranks x micro-batches --pack--> PackedBatch
@@ -16,15 +16,13 @@ A packed micro-batch of three samples (p prompt, r response, . padding that is a
 """
 import base64
 import dataclasses
-import enum
 import itertools
 import json
 import pathlib
 import random
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -32,85 +30,9 @@ from rich.progress import track
 from torch import Tensor
 
 import chat
+from sample import Sample, Status
 
 ENGINE_RESERVE = 7                           # tokens: SGLang refuses an input that leaves less room than this in its context
-
-
-# ---- The sample ------------------------------------------------------------------------------------------------------
-class Status(str, enum.Enum):
-    PENDING = "pending"      # not generated yet, or put back to go on later
-    COMPLETED = "completed"  # the model stopped by itself
-    TRUNCATED = "truncated"  # it ran into a length limit
-    ABORTED = "aborted"      # cut off because its group was not needed any more
-    FAILED = "failed"        # its reward raised, and the config says to go on
-
-
-@dataclass
-class Sample:
-    """One prompt and one response: the only thing that generation, reward, buffer and training share.
-
-    `tokens` is prompt then response. The three lists beside the response always have response_length entries, because a
-    response only ever grows through `append`.
-    """
-    group_index: int | None = None           # data source: samples of one prompt share it
-    index: int | None = None                 # data source: unique in the run; also the sampling seed's offset
-    prompt: str | list = ""                  # data source: after the chat template; a list stays as messages
-    tokens: list[int] = field(default_factory=list)   # data source: the prompt's ids; append: the response's
-    response: str = ""                       # rollout: decoded, for rewards and people; never tokenised again
-    response_length: int = 0                 # append
-    label: Any = None                        # data source: the right answer
-    reward: float | dict | None = None       # rollout, from rewards.py
-    loss_mask: list[int] = field(default_factory=list)            # append: 1 = trained, per response token
-    rollout_log_probs: list[float] = field(default_factory=list)  # append: as the engine sampled; 0.0 where loss_mask is 0
-    weight_versions: list[int] = field(default_factory=list)      # append: which weights wrote each response token
-    rollout_routed_experts: list = field(default_factory=list)    # rollout.py: [rows, base64 of int32 [rows, L * k]], row t
-    #                                          which experts the engine took for token t; the last token has no row
-    status: Status = Status.PENDING          # rollout
-    metadata: dict = field(default_factory=dict)  # data source and hooks
-    teacher_log_probs: list[float] = field(default_factory=list)  # rollout, with opd_teacher_url; per response token
-    remove_sample: bool = False              # hooks: keep it for the group's statistics, train none of its tokens
-    rollout_id: int | None = None            # custom generate: siblings of one rollout share one weight in the loss
-
-    def append(self, tokens: list[int], log_probs: list[float] | None = None, trainable: bool = True,
-               version: int = -1) -> None:
-        """Add response tokens. Tool output and edits come with trainable=False and need no log-probs."""
-        if trainable and (log_probs is None or len(log_probs) != len(tokens)):
-            have = "no" if log_probs is None else len(log_probs)
-            raise ValueError(f"sample {self.index}: {len(tokens)} trainable tokens came with {have} log-probs; "
-                             "give one for each, or trainable=False")
-        n = len(tokens)
-        self.tokens = self.tokens + list(tokens)
-        self.response_length += n
-        self.loss_mask = self.loss_mask + [int(trainable)] * n
-        self.rollout_log_probs = self.rollout_log_probs + (list(log_probs) if trainable else [0.0] * n)
-        self.weight_versions = self.weight_versions + [version] * n
-
-    def trained_versions(self) -> list[int]:
-        """Which weights wrote each token that is trained; tokens of a hook that knows no versions are left out."""
-        return [v for v, mask in zip(self.weight_versions, self.loss_mask) if mask and v >= 0]
-
-    def get_reward_value(self, key: str | None) -> float:
-        return self.reward[key] if isinstance(self.reward, dict) else self.reward
-
-    def check(self) -> None:
-        """Hooks may build samples by hand; what training relies on is checked here once."""
-        n = self.response_length
-        for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
-            have = len(getattr(self, name))
-            if have != n and not (name != "loss_mask" and have == 0):
-                raise ValueError(f"sample {self.index}: {name} has {have} entries for {n} response tokens; "
-                                 f"extend responses with sample.append()")
-        if n >= len(self.tokens):            # the first response token needs one before it, to be predicted from
-            raise ValueError(f"sample {self.index}: response_length {n} leaves no prompt in its {len(self.tokens)} tokens; "
-                             f"tokens must be the prompt's ids followed by the response's")
-
-    def to_dict(self) -> dict:
-        return asdict(self) | {"status": self.status.value}
-
-    @staticmethod
-    def from_dict(d: dict) -> "Sample":
-        known = {f.name for f in fields(Sample)}
-        return Sample(**{k: v for k, v in d.items() if k in known} | {"status": Status(d["status"])})
 
 
 # ---- Reading rows ----------------------------------------------------------------------------------------------------
@@ -140,6 +62,12 @@ def read_rows(cfg, source) -> tuple[list[dict], Counter]:
     if not rows:
         raise ValueError(f"data {source} has no rows; check the slice and the file")
     return rows, skipped
+
+
+def refuse_images(messages: list[dict]) -> None:
+    kinds = {part.get("type") for m in messages if isinstance(m.get("content"), list) for part in m["content"]} - {"text", None}
+    if kinds:
+        raise ValueError(f"the messages hold {', '.join(sorted(kinds))}: the trainers compute with text only; leave such rows out")
 
 
 def read_jsonl(cfg, path: str, skipped: Counter) -> list[dict]:
@@ -192,6 +120,7 @@ class DataSource:
         """context_len: tokens that the model can have."""
         self.cfg, self.tokenizer = cfg, tokenizer
         self.context_len = min(cfg.rollout_max_context_len or context_len, context_len)
+        self.tools = [chat.schema(tool) for tool in cfg.tools] or None
         rows, self.skipped = read_rows(cfg, cfg.prompt_data)
         self.prompts = self.prepare(rows)
         self.examples = None                             # another source: the rows of sft_data, in an order of their own
@@ -201,6 +130,7 @@ class DataSource:
         self.epoch, self.offset = 0, 0                   # position in the data
         self.next_group, self.next_index = 0, 0          # numbers given out so far
         self.buffer: list[list[Sample]] = []             # groups put back, oldest first
+        self.buffer_dropped = 0                          # groups that a buffer_filter took out and did not hand on
         self._order = (None, [])                         # (epoch, permutation), derived
 
     def __len__(self) -> int:
@@ -236,16 +166,17 @@ class DataSource:
 
     def prompt_sample(self, row: dict) -> Sample:
         cfg, prompt = self.cfg, row[self.cfg.input_key]
-        tools = row[cfg.tool_key] if cfg.tool_key else None
+        tools, metadata = row[cfg.tool_key] if cfg.tool_key else self.tools, dict(row.get(cfg.metadata_key) or {})
         if cfg.apply_chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            refuse_images(messages)
+            metadata["messages"] = messages  # for those who go on with the conversation
             prompt = chat.render(self.tokenizer, messages, tools, add_generation_prompt=True, **cfg.apply_chat_template_kwargs)
         if not isinstance(prompt, str):
             raise ValueError("the prompt is a list of messages; set apply_chat_template=True")
         # The template has written the special tokens already; a plain string gets the tokenizer's own (such as BOS).
         ids = self.tokenizer(prompt, add_special_tokens=not cfg.apply_chat_template)["input_ids"]
         label = row[cfg.label_key] if cfg.label_key else row.get("label")
-        metadata = dict(row.get(cfg.metadata_key) or {})
         if tools:
             metadata["tools"] = tools
         return Sample(prompt=prompt, tokens=ids, label=label, metadata=metadata)
@@ -285,10 +216,13 @@ class DataSource:
         """The next `num_samples` groups: waiting ones first, then new prompts. Rolls over into the next epoch."""
         groups = []
         if self.buffer:
+            before = len(self.buffer)
             if self.cfg.buffer_filter is not None:
                 groups = self.cfg.buffer_filter(self.cfg, None, self.buffer, num_samples)
             else:
                 groups, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
+            self.buffer_dropped += before - len(self.buffer) - len(groups)
+            assert len(groups) <= num_samples, f"buffer_filter gave {len(groups)} groups, {num_samples} were asked for"
         while len(groups) < num_samples:
             groups.append(self.new_group())
         return groups
@@ -327,15 +261,15 @@ class DataSource:
     # -- checkpoint
     def state_dict(self) -> dict:
         return {"epoch": self.epoch, "offset": self.offset, "next_group": self.next_group, "next_index": self.next_index,
-                "rows": len(self.prompts), "buffer": [[s.to_dict() for s in group] for group in self.buffer],
+                "buffer_dropped": self.buffer_dropped, "rows": len(self.prompts), "buffer": [[s.to_dict() for s in group] for group in self.buffer],
                 "examples": self.examples.state_dict() if self.examples else None}
 
     def load_state_dict(self, state: dict) -> None:
         if state["rows"] != len(self.prompts):
             raise ValueError(f"the checkpoint was made with {state['rows']} prompts, prompt_data now has {len(self.prompts)}; "
                              "resume with the data of the run, or start a new run from its Hugging Face checkpoint")
-        for key in ("epoch", "offset", "next_group", "next_index"):
-            setattr(self, key, state[key])
+        for key in ("epoch", "offset", "next_group", "next_index", "buffer_dropped"):
+            setattr(self, key, state.get(key, 0))
         self.buffer = [[Sample.from_dict(d) for d in group] for group in state["buffer"]]
         if self.examples and state.get("examples"):      # a resumed run may be the first with examples
             self.examples.load_state_dict(state["examples"])

@@ -30,8 +30,7 @@ def assistant_mask(tokenizer, messages: list[dict], tools=None, **kwargs) -> tup
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not say where in the text its tokens are; load a fast "
                          "tokenizer (use_fast=True, or convert it to a tokenizer.json)")
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special = "|".join(map(re.escape, sorted(added | {*tokenizer.all_special_tokens}, reverse=True)))
+    special = "|".join(map(re.escape, sorted(special_tokens(tokenizer), reverse=True)))
 
     def draw(messages, add_generation_prompt=False):
         return render(tokenizer, messages, tools, add_generation_prompt, **kwargs)
@@ -53,6 +52,39 @@ def render(tokenizer, messages: list[dict], tools=None, add_generation_prompt: b
                                              add_generation_prompt=add_generation_prompt, **kwargs)
     except TemplateError as error:           # such as its own raise_exception("roles must alternate")
         raise ValueError(f"the chat template refuses the conversation: {error}; mend the messages") from error
+
+
+def schema(tool) -> dict:
+    """A function's description for the template, from its type hints and docstring (transformers says how they must look)."""
+    from transformers.utils import get_json_schema
+    return get_json_schema(tool)
+
+
+def reply(tokenizer, messages: list[dict], turn: dict, heard: list[dict], ended: bool, tools=None, **kwargs) -> str:
+    """What the template writes between an assistant's turn and the next one: its end, what was heard, the next header.
+
+    messages: before the turn. ended: the model has written an end token itself, so the template's is left out.
+    """
+    word, mark = next((f"zq{n}qz", f"xk{n}kx") for n in itertools.count()
+                      if not re.search(f"zq{n}qz|xk{n}kx", f"{messages}{turn}{heard}{tools}"))
+    special = "|".join(map(re.escape, sorted(special_tokens(tokenizer), reverse=True))) or "(?!)"
+    for stand_in in (with_content({"role": "assistant", "content": turn["content"]}, word), *keeping_calls(turn, word)):
+        try:
+            drawn = render(tokenizer, [*messages, stand_in, *heard], tools, True, **kwargs)
+        except (ValueError, TypeError):      # some templates want a call before each tool result
+            continue
+        text = drawn.rpartition(word)[2]
+        if "tool_calls" in stand_in:         # what closes a call the model has written
+            text = text[re.search(f"{special}|$", text).start():]
+        marked = render(tokenizer, [*messages, stand_in, *(with_content(m, mark) for m in heard)], tools, True, **kwargs)
+        if word in drawn and marked.rpartition(word)[2].count(mark) == len(heard):
+            return re.sub(rf"^\s*(?:{special})", "", text, count=1) if ended else text
+    raise ValueError(f"the chat template does not write {[m['role'] for m in heard]} after an assistant's turn; is it made for "
+                     "tools? Else answer with role 'user'")
+
+
+def special_tokens(tokenizer) -> set[str]:
+    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {*tokenizer.all_special_tokens}
 
 
 # ---- One turn -------------------------------------------------------------------------------------------------------

@@ -149,7 +149,8 @@ class Engines:
             return False
 
     def restart(self, rank: int) -> None:
-        """A new engine in the place of a dead one. NOTE: it has the weights of model_path; push the current ones."""
+        """A new engine in the place of a dead one. NOTE: it has the weights of model_path; push the current ones, then admit
+        it: until then the router sends it nothing."""
         import ray
         log, limit_s = self.log_dir / f"engine_{rank}.log", self.cfg.start_timeout_s
         self.restarts += 1
@@ -157,19 +158,31 @@ class Engines:
             raise EngineError(f"engine {rank} ({self.urls[rank]}) is down and max_engine_restarts="
                               f"{self.cfg.max_engine_restarts} restarts are used up. Its log says why; where the "
                               f"machine is to blame, set max_engine_restarts higher. {log} ends:\n{tail(log)}")
-        self.check_router()
         self.router.unregister(self.urls[rank])
         self._end(self.actors[rank])
         self.urls[rank] = ray.get(self._start(rank), timeout=limit_s + 30)[0]
-        self.router.register([self.urls[rank]], limit_s)
 
-    def check_router(self) -> bool:
-        """Whether the router lives; a dead one is started again at the same address, with all engines."""
-        if self.router.alive():
+    def admit(self, rank: int) -> None:
+        self.router.register([self.urls[rank]], self.cfg.start_timeout_s)
+
+    def check_router(self, dead: list[int] = ()) -> bool:
+        """Whether the router lives; one that does not is started again at the same address, with all engines but the dead."""
+        if self.router.alive(self.cfg.health_check_interval_s * 3):
             return True
+        self.router.stop()
         self.router.start(self.cfg.start_timeout_s)
-        self.router.register(self.urls, self.cfg.start_timeout_s)
+        self.router.register([url for rank, url in enumerate(self.urls) if rank not in dead], self.cfg.start_timeout_s)
         return False
+
+    def fault(self, rank: int, kind: str) -> None:
+        """For inject_faults: "kill" or "hang"."""
+        import ray
+        ray.get(self.actors[rank][0].fault.remote(kind), timeout=30)
+
+    def kill(self, ranks: list[int]) -> None:
+        """What they were asked fails at once, and check() finds them."""
+        for rank in ranks:
+            self.fault(rank, "kill")
 
     # -- actors
     def _start(self, rank: int) -> list:
@@ -279,6 +292,9 @@ class Engine:
     def pid(self) -> int:
         return self.child.process.pid        # killing it kills the whole server
 
+    def fault(self, kind: str) -> None:
+        self.child.fault(kind)
+
     def stop(self) -> None:
         if self.child:
             self.child.stop()
@@ -312,8 +328,12 @@ class Router:
         self.child = Child("router", args, self.log, {})
         self.child.wait_up(self.url + "/liveness", timeout_s)
 
-    def alive(self) -> bool:
-        return self.child is not None and self.child.alive()
+    def alive(self, limit_s: float) -> bool:
+        try:
+            call("GET", self.url + "/liveness", None, limit_s)
+            return self.child.alive()
+        except EngineError:
+            return False
 
     def workers(self) -> dict[str, dict]:
         """url -> what the router knows about that engine."""
@@ -413,6 +433,14 @@ class Child:
         except EngineError:
             self.stop()
             raise
+
+    def fault(self, kind: str) -> None:
+        """For inject_faults: kill -9, or stop all its processes where they are."""
+        supervisor = psutil.Process(self.process.pid)
+        if kind == "kill":
+            supervisor.kill()                # the server goes with it
+        for process in supervisor.children(recursive=True) if kind == "hang" else ():
+            process.suspend()
 
     def stop(self) -> None:
         """Kill everything it started, and wait until that is gone (a GPU's memory is free only then)."""

@@ -1,7 +1,7 @@
 """
 rollout.py: how are samples made? Prompts go to the engines, answers are scored, groups are filtered until the batch is full.
 
-    DataSource --groups--> generate_sample --/generate--> router --> engines
+    DataSource --groups--> client.generate, or a hook's conversation --> engines
                               |  tokens in, tokens and log-probs out; never text
                               v
                            Rewarder --> dynamic filter --> trained | filtered | put back | failed   (all counted, sum checked)
@@ -9,48 +9,35 @@ rollout.py: how are samples made? Prompts go to the engines, answers are scored,
 The life of a group (P groups of n samples make a step):
  1. get_samples makes n copies of a prompt, or takes a group that waited in the buffer, with the tokens it has so far.
  2. n requests run at once; an engine that dies under one is replaced, gets the current weights, and the request is repeated.
-    (Here and in evaluation only: an engine that dies during a weight sync ends the run.)
  3. Rewards are scored as soon as a sample, or with group_rm the group, is finished.
  4. The dynamic filter keeps or drops the group; what is dropped is replaced by new prompts until P groups are kept.
  5. The rest is aborted and put back: with what it has under partial_rollout, else as if it had not been asked, finished or
     not: in the next step its tokens would be one weight update old.
 
 Test:  pytest tests/test_rollout.py
-Knows nothing about: trainers, losses. After a restart it asks `resync` (train.py's) to push the weights again.
+Knows nothing about: trainers, losses, HTTP (client.py).
 """
 import asyncio
 import concurrent.futures
 import inspect
 import json
 import pathlib
-import threading
 import time
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import aiohttp
-
+import agent
 import algos
-from buffer import ENGINE_RESERVE, DataSource, Sample, Status
+import hooks
+from buffer import DataSource
+from client import Client
 from configs.base import Config
 from engines import EngineError
+from hooks import DynamicFilterOutput
 from rewards import RewardError, Rewarder
-
-
-@dataclass
-class DynamicFilterOutput:
-    """What a dynamic_sampling_filter may return instead of a bool."""
-    keep: bool
-    reason: str | None = None                # counted as rollout/dynamic_filter/drop_<reason>
-
-
-def check_reward_nonzero_std(args, samples: list[Sample], **kw) -> DynamicFilterOutput:
-    """DAPO's filter (2503.14476, sec. 3.2): a group whose rewards are all equal has advantage 0 and teaches nothing."""
-    rewards = [s.get_reward_value(args.reward_key) for s in samples]
-    keep = max(rewards) - min(rewards) > 1e-6
-    return DynamicFilterOutput(keep, None if keep else f"zero_std_{rewards[0]:.1f}")
+from sample import Sample, Status
 
 
 @dataclass
@@ -59,130 +46,159 @@ class RolloutResult:
     rewards: list[float]                     # one per sample, normalised within its group
     metrics: dict[str, float] = field(default_factory=dict)
     examples: list[Sample] = field(default_factory=list)         # sft_batch_size rows of sft_data
+    data: dict[str, list] | None = None      # of custom_convert_samples_to_train_data, in the place of buffer.to_train_data
 
 
 class Rollout:
-    """Generation, rewards and evaluation for one run. Runs its event loop in a thread of the driver."""
+    """Generation, rewards and evaluation for one run, in the client's event loop."""
 
     def __init__(self, cfg: Config, engines, data: DataSource, eval_data: dict[str, DataSource], run_dir: pathlib.Path,
                  on_progress: Callable = lambda done, total: None):
         """eval_data: of each held-out set, made with its own Config (base.eval_config)."""
         self.cfg, self.engines, self.data, self.eval_data, self.run_dir = cfg, engines, data, eval_data, run_dir
-        self.tokenizer, self.context_len = data.tokenizer, data.context_len
-        self.end_ids = {self.tokenizer.eos_token_id, *(cfg.rollout_stop_token_ids or ())}
         self.rewarder = Rewarder(cfg.reward_workers)
         self.on_progress = on_progress       # (finished, wanted) groups, from the event loop's thread
-        self.resync: Callable[[list[int]], None] = lambda ranks: None
-        self.weight_version = 0
-        self.retries, self.restarted = 0, 0  # in this step: requests repeated, samples begun anew
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True).start()
-        self.session: aiohttp.ClientSession | None = None
-        self.run(self.open())
+        self.restarted = 0                   # samples begun anew in this step, for staleness
+        self.client = client = Client(cfg, engines, data.tokenizer, data.context_len, run_dir)
+        # What hooks get as `args`: every setting of the run, also in evaluation, and upstream's way to reach the engines.
+        host, port = engines.router_url.removeprefix("http://").split(":")
+        self.args = types.SimpleNamespace(**vars(cfg), sglang_router_ip=host, sglang_router_port=int(port), rollout=self,
+                                          tokenizer=client.tokenizer, context_len=client.context_len, end_ids=client.end_ids,
+                                          generate=client.generate, workers=getattr(self.rewarder, "workers", None))
 
     # -- the driver's side: plain blocking calls
-    def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
-
     def start(self, step: int) -> concurrent.futures.Future:
         """Begin to generate a step's samples; the Future's result() has them."""
-        return asyncio.run_coroutine_threadsafe(self.generate_async(step), self.loop)
+        return self.client.start(self.generate_async(step))
 
     def generate(self, step: int) -> RolloutResult:
         return self.start(step).result()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        return self.run(self.evaluate_async(step))
+        return self.client.run(self.evaluate_async(step))
+
+    def sync(self, push: Callable[[], dict], version: int) -> dict:
+        """push() the trainers' weights to the engines, see Client.sync."""
+        return self.client.sync(push, version)
+
+    def state_dict(self) -> dict:
+        """Of the data: position, and every group that is not trained yet."""
+        return self.data.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.data.load_state_dict(state)
 
     def close(self) -> None:
-        self.run(self.session.close())
+        self.client.close()
         self.rewarder.close()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-
-    async def open(self) -> None:
-        limit = self.cfg.sglang_server_concurrency * max(1, self.engines.num_engines)
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False,
-                                             timeout=aiohttp.ClientTimeout(total=self.cfg.request_timeout_s))
-        self.slots = asyncio.Semaphore(limit)    # requests in flight
-        self.teacher_slots = asyncio.Semaphore(self.cfg.sglang_server_concurrency)
-        self.recovering, self.recoveries = asyncio.Lock(), 0
-        self.replacing: asyncio.Task | None = None
-        # Set: requests may be sent. Cleared while a restarted engine still has the weights of hf_checkpoint.
-        # NOTE: a hook that posts to the router itself does not wait for this.
-        self.serving = asyncio.Event()
-        self.serving.set()
-        # What hooks get as `args`: every setting of the run, also in evaluation, and upstream's way to reach the engines.
-        host, port = self.engines.router_url.removeprefix("http://").split(":")
-        self.args = types.SimpleNamespace(**vars(self.cfg), sglang_router_ip=host, sglang_router_port=int(port),
-                                          tokenizer=self.tokenizer, generate=self.generate_sample)
 
     # ---- One step ------------------------------------------------------------------------------------------------------
     async def generate_async(self, step: int) -> RolloutResult:
         """rollout_batch_size groups to train on. Raises where the filter leaves nothing, or nothing can be generated."""
-        cfg, begin, self.retries, self.restarted = self.cfg, time.perf_counter(), 0, 0
+        hooks.running.set(self)
+        monitor = asyncio.create_task(self.client.watch())
+        try:
+            if self.cfg.rollout_function is None:
+                return await self.fill_batch(step, monitor)
+            begin, work = time.perf_counter(), asyncio.create_task(hooks.call(self.cfg.rollout_function, self.args, step, self.data))
+            await asyncio.wait([work, monitor], return_when=asyncio.FIRST_COMPLETED)
+            groups, metrics = hooks.train_output(work.result() if work.done() else monitor.result())
+            return self.finish(step, groups, Counter(), Counter(), time.perf_counter() - begin, metrics)
+        finally:
+            await self.client.end_watch(monitor)
+
+    async def fill_batch(self, step: int, monitor: asyncio.Task) -> RolloutResult:
+        cfg, begin, self.restarted = self.cfg, time.perf_counter(), 0
         outcomes, drops = Counter(), Counter()
         kept: list[list[Sample]] = []
         pending: dict[asyncio.Task, list[Sample]] = {}
-        monitor = asyncio.create_task(self.watch_engines())
         try:
             while len(kept) < cfg.rollout_batch_size:
                 while len(kept) + len(pending) < cfg.rollout_batch_size:
-                    self.ask(cfg.over_sampling_batch_size, pending, outcomes, drops)
+                    if not self.ask(cfg.over_sampling_batch_size, pending, outcomes, drops):
+                        break                # the data has ended
+                if not pending:
+                    break
                 done, _ = await asyncio.wait([*pending, monitor], return_when=asyncio.FIRST_COMPLETED)
                 if monitor in done:
                     monitor.result()         # it only ends by raising
                 for task in sorted(done, key=lambda t: pending[t][0].group_index):
                     group, result = pending.pop(task), task.result()
-                    if result is None:
-                        outcomes["failed"] += 1
-                    elif len(kept) == cfg.rollout_batch_size or any(s.status == Status.ABORTED for s in result):
-                        outcomes["put_back"] += 1            # surplus, or aborted by a hook or an engine: asked again
+                    surplus = len(kept) == cfg.rollout_batch_size
+                    outcome = "put_back" if surplus and result is not None else self.outcome(result, drops)
+                    if outcome == "put_back":
                         self.put_back([group])
-                    elif (reason := self.drop_reason(result)) is not None:
-                        outcomes["filtered"] += 1
-                        drops[reason] += 1
-                    else:
+                    elif outcome == "kept":
                         kept.append(result)
                         self.on_progress(len(kept), cfg.rollout_batch_size)
+                        continue             # counted as trained when the batch is full
+                    outcomes[outcome] += 1
             outcomes["put_back"] += await self.abort(pending)
         finally:
             for task in pending:             # after an error: nothing may go on behind our back
                 task.cancel()
-            await self.end_watch(monitor)
-        outcomes["trained"] = len(kept)
         asked = outcomes.pop("asked")
-        assert asked == sum(outcomes.values()), f"{asked} groups asked for, accounted for {dict(outcomes)}: a group was lost"
+        accounted = outcomes.total() + len(kept)
+        assert asked == accounted, f"{asked} groups asked for, {len(kept)} kept, {dict(outcomes)}: a group was lost"
+        return self.finish(step, kept, outcomes, drops, time.perf_counter() - begin)
+
+    def outcome(self, result: list[Sample] | None, drops: Counter) -> str:
+        """What becomes of a group whose generation has ended; the reason of a filter is counted in drops."""
+        if result is None:
+            return "failed"
+        if any(s.status == Status.ABORTED for s in result):
+            return "put_back"                # by a hook or an engine: it is asked again
+        if self.cfg.dynamic_sampling_filter is not None:
+            out = self.cfg.dynamic_sampling_filter(self.args, result)
+            out = out if isinstance(out, DynamicFilterOutput) else DynamicFilterOutput(bool(out))
+            if not out.keep:
+                drops[out.reason or "filter"] += 1
+                return "filtered"
+        return "kept"
+
+    def finish(self, step: int, kept: list[list[Sample]], outcomes: Counter, drops: Counter, seconds: float,
+               metrics: dict | None = None) -> RolloutResult:
+        """The groups of one step -> what is trained, compared within groups and counted."""
+        cfg = self.cfg
+        if not kept:
+            raise RuntimeError(f"step {step} has no group to train on: {dict(outcomes)}, dropped {dict(drops)}; has the data "
+                               "source ended? Set num_rollout lower, or let get_samples begin anew")
         kept.sort(key=lambda group: group[0].group_index)
+        if cfg.rollout_sample_filter is not None:
+            cfg.rollout_sample_filter(self.args, kept)           # sets remove_sample
         samples = [sample for group in kept for sample in group]
-        metrics = self.step_metrics(samples, time.perf_counter() - begin)
-        metrics |= {f"rollout/groups_{k}": outcomes[k] for k in ("trained", "filtered", "put_back", "failed")}
+        metrics = self.step_metrics(samples, seconds) | (metrics or {})
+        metrics |= {f"rollout/groups_{k}": outcomes[k] for k in ("filtered", "put_back", "failed")}
+        metrics |= {"rollout/groups_trained": len(kept)}
         metrics |= {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in drops.items()}
         self.write_samples(step, samples, "train")
         penalties = [algos.length_penalty(cfg, s.response_length) for s in samples]
         if cfg.overlong_buffer_len:
             metrics["rollout/length_penalty"] = mean(penalties)
-        rewards = algos.group_rewards(cfg, [s.get_reward_value(cfg.reward_key) + p for s, p in zip(samples, penalties)],
-                                      [s.group_index for s in samples])
+        if cfg.custom_reward_post_process is not None:
+            _, rewards = cfg.custom_reward_post_process(self.args, samples)
+            rewards = hooks.checked_rewards(rewards, samples)
+        else:
+            rewards = algos.group_rewards(cfg, [s.get_reward_value(cfg.reward_key) + p for s, p in zip(samples, penalties)],
+                                          [s.group_index for s in samples])
         examples = self.data.get_examples() if step >= cfg.num_critic_only_steps else []
-        return RolloutResult(samples, rewards, metrics, examples)
+        data = None
+        if cfg.custom_convert_samples_to_train_data is not None:
+            data = hooks.train_data(cfg.custom_convert_samples_to_train_data(self.args, samples), samples, rewards)
+        return RolloutResult(samples, rewards, metrics, examples, data)
 
-    def ask(self, count: int, pending: dict, outcomes: Counter, drops: Counter) -> None:
-        """Start `count` more groups."""
+    def ask(self, count: int, pending: dict, outcomes: Counter, drops: Counter) -> int:
+        """Start `count` more groups -> how many there were; a data source may end."""
         if outcomes["asked"] >= self.cfg.max_batches_asked * self.cfg.rollout_batch_size:
             raise RuntimeError(f"{outcomes['asked']} groups were asked for and still there are not "
                                f"{self.cfg.rollout_batch_size} to train on: failed {outcomes['failed']}, aborted "
                                f"{outcomes['put_back']}, dropped {dict(drops)}; the task is too hard, too easy, or broken: "
                                "change the prompts or the dynamic_sampling_filter, or set max_batches_asked higher")
-        for group in self.data.get_samples(count):
-            outcomes["asked"] += 1
+        groups = self.data.get_samples(count)
+        for group in groups:
             pending[asyncio.create_task(self.generate_group(self.cfg, group))] = group
-
-    def drop_reason(self, group: list[Sample]) -> str | None:
-        if self.cfg.dynamic_sampling_filter is None:
-            return None
-        out = self.cfg.dynamic_sampling_filter(self.args, group)
-        out = out if isinstance(out, DynamicFilterOutput) else DynamicFilterOutput(bool(out))
-        return None if out.keep else out.reason or "filter"
+        outcomes["asked"] += len(groups)
+        return len(groups)
 
     async def abort(self, pending: dict) -> int:
         """Stop what is still running and put it back into the buffer. -> groups put back"""
@@ -191,10 +207,10 @@ class Rollout:
         while pending:
             # A request that was on its way when the engines were told comes too late for it, so tell them again.
             try:
-                async with self.recovering:  # not while one is being replaced
+                async with self.client.mending:                  # not while one is being replaced
                     await asyncio.to_thread(self.engines.abort_all)
             except EngineError:
-                await self.recover()         # it died with its requests; they are repeated on another, and aborted there
+                await self.client.recover()  # it died with its requests; they are repeated on another, and aborted there
             # A slow reward of a thrown-away group is not waited for.
             waiting = [task for task, group in pending.items() if any(s.status == Status.PENDING for s in group)]
             if not waiting:
@@ -252,33 +268,18 @@ class Rollout:
         params = self.sampling_params(cfg, sample, evaluation)
         if cfg.mask_offpolicy_in_partial_rollout and sample.response_length:     # older weights' tokens: context, not trained
             versions = sample.weight_versions or [-1] * sample.response_length
-            sample.loss_mask = [m if v == self.weight_version else 0 for m, v in zip(sample.loss_mask, versions)]
+            sample.loss_mask = [m if v == self.client.weight_version else 0 for m, v in zip(sample.loss_mask, versions)]
         trained = sample.trained_versions()
-        if trained and self.weight_version + cfg.async_mode - min(trained) > cfg.max_staleness:
+        if trained and self.client.weight_version + cfg.async_mode - min(trained) > cfg.max_staleness:
             start_over(sample)
             self.restarted += 1
         if sample.status in (Status.COMPLETED, Status.TRUNCATED):
             samples = [sample]               # finished before its group was aborted
-        elif cfg.custom_generate_function is not None:
-            hook = cfg.custom_generate_function
-            extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(hook).parameters else {}
-            try:
-                async with asyncio.timeout(cfg.generate_timeout_s) as limit:
-                    out = await hook(self.args, sample, params, **extra)
-            except TimeoutError as error:
-                if not limit.expired():      # the hook's own
-                    raise
-                raise TimeoutError(f"sample {sample.index}: {getattr(hook, '__qualname__', hook)} was not done in "
-                                   f"{cfg.generate_timeout_s:.0f} s; does a tool hang? Else set generate_timeout_s "
-                                   "higher") from error
-            samples = out if isinstance(out, list) else [out]
-            for one in samples:
-                one.check()
         else:
-            samples = [await self.generate_sample(sample, params)]
+            samples = await self.generate_one(cfg, sample, params, evaluation)
         scored = [one for one in samples if one.status != Status.ABORTED]
         if cfg.opd_teacher_url and not evaluation:
-            await asyncio.gather(*(self.ask_teacher(one) for one in scored))
+            await asyncio.gather(*(self.client.ask_teacher(one) for one in scored))
         if cfg.use_opd and not evaluation and not (cfg.rm_type or cfg.custom_rm or sample.metadata.get("rm_type")):
             for one in scored:               # distillation alone: the teacher is the only judge, or the hook has judged
                 one.reward = 0.0 if one.reward is None else one.reward
@@ -290,6 +291,26 @@ class Rollout:
                     except RewardError:
                         one.status = Status.FAILED
                         raise
+        return samples
+
+    async def generate_one(self, cfg: Config, sample: Sample, params: dict, evaluation: bool) -> list[Sample]:
+        """By the engines alone, by turns with tools, or by a hook, which may return several siblings."""
+        hook = cfg.custom_generate_function or (agent.converse if cfg.tools else None)
+        if hook is None:
+            return [await self.client.generate(sample, params)]
+        extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(hook).parameters else {}
+        version = self.client.weight_version
+        try:
+            async with asyncio.timeout(cfg.generate_timeout_s) as limit:
+                out = await hook(self.args, sample, params, **extra)
+        except TimeoutError as error:
+            if not limit.expired():          # the hook's own
+                raise
+            raise TimeoutError(f"sample {sample.index}: {getattr(hook, '__qualname__', hook)} was not done in "
+                               f"{cfg.generate_timeout_s:.0f} s; does a tool hang? Else set generate_timeout_s higher") from error
+        samples = out if isinstance(out, list) else [out]
+        for one in samples:
+            hooks.complete(one, version)
         return samples
 
     # FORK POINT: sampling. One request's sampling_params, as SGLang's /generate takes them.
@@ -309,120 +330,14 @@ class Rollout:
             params["sampling_seed"] = cfg.rollout_seed + sample.index
         return params
 
-    async def generate_sample(self, sample: Sample, params: dict) -> Sample:
-        """The default generation: token ids in, token ids and log-probs out, appended to the sample."""
-        left = self.context_len - len(sample.tokens)
-        room = min(params["max_new_tokens"] - sample.response_length, left)
-        if room <= 0 or left < ENGINE_RESERVE:
-            sample.status = Status.TRUNCATED
-            return sample
-        payload = {"input_ids": sample.tokens, "sampling_params": params | {"max_new_tokens": room}, "return_logprob": True}
-        out = await self.request(payload, sample)
-        meta = out["meta_info"]
-        pairs = meta["output_token_logprobs"]                    # [(log-prob, token id, text), ...]
-        sample.append([pair[1] for pair in pairs], [pair[0] for pair in pairs], version=int(meta.get("weight_version") or 0))
-        if self.cfg.use_rollout_routing_replay:
-            keep_routes(sample, meta)
-        finish = meta["finish_reason"]
-        sample.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[finish["type"]]
-        ids = sample.tokens[len(sample.tokens) - sample.response_length:]
-        end = finish.get("matched")
-        if finish["type"] == "length" and ids and ids[-1] in self.end_ids and not params.get("ignore_eos"):
-            sample.status, end = Status.COMPLETED, ids[-1]       # SGLang looks at the length before the token
-        if ids and ids[-1] == end:           # the end token: it is trained, but no part of the answer
-            ids = ids[:-1]
-        sample.response = self.tokenizer.decode(ids, skip_special_tokens=self.cfg.rollout_skip_special_tokens)
-        return sample
-
-    async def request(self, payload: dict, sample: Sample) -> dict:
-        """One /generate through the router; repeated after an engine died under it."""
-        async with self.slots:
-            for attempt in range(self.cfg.request_retries + 1):
-                await self.serving.wait()
-                try:
-                    async with self.session.post(self.engines.router_url + "/generate", json=payload) as answer:
-                        if answer.status == 200:
-                            return await answer.json()
-                        problem = f"status {answer.status}: {(await answer.text())[:500]}"
-                        if answer.status in (400, 422):          # our own mistake: no repetition helps
-                            raise ValueError(f"sample {sample.index}: the engine refused the request ({problem}); "
-                                             "check prompt length, sampling settings and stop strings")
-                except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-                    problem = f"{type(error).__name__}: {error}"
-                self.retries += 1
-                await self.recover()
-                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
-        raise EngineError(f"sample {sample.index}: no answer from {self.engines.router_url} in "
-                          f"{self.cfg.request_retries + 1} tries, "
-                          f"last {problem}; the engines' logs are in {self.run_dir}/logs, set request_retries or "
-                          "request_timeout_s higher if they only were slow")
-
-    async def ask_teacher(self, sample: Sample) -> None:
-        """sample.teacher_log_probs, by an SGLang server that reads the sample and adds nothing."""
-        n, first = sample.response_length, len(sample.tokens) - sample.response_length
-        if len(sample.teacher_log_probs) == n:   # it waited in the buffer, finished
-            return
-        payload = {"input_ids": sample.tokens, "return_logprob": True, "logprob_start_len": first - 1,
-                   "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
-        for attempt in range(self.cfg.request_retries + 1):
-            try:
-                url = f"{self.cfg.opd_teacher_url}/generate"
-                async with self.teacher_slots, self.session.post(url, json=payload) as answer:
-                    if answer.status == 200:
-                        pairs = (await answer.json())["meta_info"]["input_token_logprobs"][-n:]  # [(log-prob, token id, text)]
-                        break
-                    problem = f"status {answer.status}: {(await answer.text())[:500]}"
-                    if answer.status in (400, 422):
-                        raise ValueError(f"sample {sample.index}: the teacher refused it ({problem}); too long for it?")
-            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
-        else:
-            raise EngineError(f"sample {sample.index}: the teacher at {self.cfg.opd_teacher_url} gave no log-probs in "
-                              f"{self.cfg.request_retries + 1} tries, last {problem}; is it an SGLang server, and alive?")
-        # NOTE: SGLang 0.5.17 reports the vocabulary's last id as 0 there, with the right log-prob.
-        assert len(pairs) == n and all(pair[1] in (token, 0) for pair, token in zip(pairs, sample.tokens[first:])), (
-            f"sample {sample.index}: the teacher's log-probs are of other tokens than those asked for; is its tokenizer ours?")
-        sample.teacher_log_probs = [pair[0] for pair in pairs]
-
-    # ---- Engines that die ------------------------------------------------------------------------------------------------
-    async def watch_engines(self) -> None:
-        """Runs beside generation: an engine that hangs keeps its connections open, so nobody else would notice."""
-        while True:
-            await asyncio.sleep(self.cfg.health_check_interval_s)
-            await self.recover()
-
-    async def end_watch(self, monitor: asyncio.Task) -> None:
-        monitor.cancel()
-        if self.replacing:                   # a new engine gets its weights before anything goes on
-            await asyncio.shield(self.replacing)                 # and raises, where it could not be replaced
-
-    async def recover(self) -> None:
-        """Replace dead engines and give them the current weights. Callers that were waiting when a check began share it."""
-        begun = self.recoveries
-        async with self.recovering:
-            if self.recoveries > begun:
-                return
-            self.recoveries += 1
-            await asyncio.to_thread(self.engines.check_router)
-            for rank in await asyncio.to_thread(self.engines.check):
-                self.replacing = asyncio.create_task(self.replace(rank))
-                await asyncio.shield(self.replacing)             # goes on, and is waited for, where its caller is cancelled
-
-    async def replace(self, rank: int) -> None:
-        print(f"engine {rank} is down; restart {self.engines.restarts + 1} of {self.cfg.max_engine_restarts}", flush=True)
-        self.serving.clear()                 # NOTE: the router sends to a new engine before it has the current weights
-        try:
-            await asyncio.to_thread(self.engines.restart, rank)
-            await asyncio.to_thread(self.resync, [rank])
-        finally:
-            self.serving.set()
-        print(f"engine {rank} is back, with the trainers' weights", flush=True)
-
     # ---- Evaluation ------------------------------------------------------------------------------------------------------
     async def evaluate_async(self, step: int) -> dict[str, float]:
         """Every held-out set, with its own settings: mean reward, truncation, length and, if asked, pass@k."""
         metrics = {}
+        hooks.running.set(self)
+        if self.cfg.eval_function is not None:
+            out = await hooks.call(self.cfg.eval_function, self.args, step, self.data, evaluation=True)
+            return hooks.eval_output(out)
         for name, data in self.eval_data.items():
             cfg, begin, groups = data.cfg, time.perf_counter(), []
             for i, prompt in enumerate(data.prompts):
@@ -432,7 +347,7 @@ class Rollout:
                     own = {"metadata": dict(prompt.metadata), "group_index": i, "index": index}
                     group.append(Sample(**vars(prompt) | own))
                 groups.append(group)
-            monitor = asyncio.create_task(self.watch_engines())
+            monitor = asyncio.create_task(self.client.watch())
             tasks = [asyncio.create_task(self.generate_group(cfg, group, evaluation=True)) for group in groups]
             try:
                 work = asyncio.gather(*tasks)
@@ -441,7 +356,7 @@ class Rollout:
             finally:
                 for task in tasks:
                     task.cancel()
-                await self.end_watch(monitor)
+                await self.client.end_watch(monitor)
             results = [group for group in results if group is not None]
             if any(s.status == Status.ABORTED for group in results for s in group):
                 raise RuntimeError(f"evaluation {name}: custom_generate_function aborted a sample, which has no second try "
@@ -454,6 +369,7 @@ class Rollout:
             metrics[f"eval/{name}-truncated_ratio"] = mean(s.status == Status.TRUNCATED for s in samples)
             metrics[f"eval/{name}-response_len"] = mean(s.response_length for s in samples)
             metrics[f"eval/{name}-failed"] = len(groups) - len(results)
+            metrics |= turn_metrics(f"eval/{name}-", samples)
             if cfg.log_passrate:
                 metrics |= {f"eval/{name}-pass@{k}": v for k, v in pass_at_k(rewards).items()}
             metrics[f"perf/eval_{name}_time"] = time.perf_counter() - begin
@@ -472,11 +388,11 @@ class Rollout:
             "rollout/response_len/min": min(lengths), "rollout/response_len/max": max(lengths),
             "rollout/response_len/median": sorted(lengths)[len(lengths) // 2],
             "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
-            "rollout/stale_tokens": mean(v < self.weight_version for s in samples for v in s.trained_versions()),
-            "rollout/restarted_stale": self.restarted,
-            "rollout/request_retries": self.retries, "rollout/engine_restarts": self.engines.restarts,
-            "rollout/waiting_groups": len(self.data.buffer),
+            "rollout/stale_tokens": mean(v < self.client.weight_version for s in samples for v in s.trained_versions()),
+            "rollout/restarted_stale": self.restarted, "rollout/reward_restarts": 0,
+            "rollout/waiting_groups": len(getattr(self.data, "buffer", ())),
             "perf/generate_time": seconds, "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
+        metrics |= self.client.metrics() | turn_metrics("rollout/", samples)
         constant = Counter(round(g[0], 2) for g in groups.values() if max(g) == min(g))
         return metrics | {f"rollout/zero_std/count_{reward}": n for reward, n in constant.items()}
 
@@ -501,14 +417,14 @@ class FileRollout:
         return RolloutResult(samples, [0.0] * len(samples), {
             "rollout/response_len/mean": mean(s.response_length for s in samples), "rollout/epoch": self.data.epoch})
 
+    def state_dict(self) -> dict:
+        return self.data.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.data.load_state_dict(state)
+
     def close(self) -> None:
         pass
-
-
-def keep_routes(sample: Sample, meta: dict) -> None:
-    """Which experts the engine took, after the tokens of its answer were appended. It knows all tokens but the last."""
-    if meta.get("routed_experts"):           # none where the request was aborted before its first token
-        sample.rollout_routed_experts = [len(sample.tokens) - 1, meta["routed_experts"]]
 
 
 def start_over(sample: Sample) -> None:
@@ -516,7 +432,16 @@ def start_over(sample: Sample) -> None:
     sample.tokens = sample.tokens[:len(sample.tokens) - sample.response_length]
     sample.response, sample.response_length, sample.status, sample.reward = "", 0, Status.PENDING, None
     sample.loss_mask, sample.rollout_log_probs, sample.weight_versions, sample.teacher_log_probs = [], [], [], []
-    sample.remove_sample, sample.rollout_id, sample.rollout_routed_experts = False, None, []
+    sample.remove_sample, sample.rollout_id, sample.rollout_routed_experts, sample.turns = False, None, [], []
+
+
+def turn_metrics(prefix: str, samples: list[Sample]) -> dict[str, float]:
+    """Of conversations: turns of the model, calls of tools and those that failed, a sample."""
+    if not any(s.turns for s in samples):
+        return {}
+    roles = [Counter(turn["role"] for turn in s.turns) for s in samples]
+    return {f"{prefix}turns": mean(r["assistant"] for r in roles), f"{prefix}tool_calls": mean(r["tool"] for r in roles),
+            f"{prefix}tool_errors": mean(sum("error" in turn for turn in s.turns) for s in samples)}
 
 
 def mean(values) -> float:

@@ -12,6 +12,7 @@ train.py: what happens when? Start both sides, then the loop: generate, train, s
 
     async_mode (separate GPUs): one step off                         engines   generate 1 |sync| generate 2 |sync|
                                                                      trainers  train 0    |sync| train 1    |sync|
+    fully_async: the same, but nobody waits for answers: a sync interrupts them (fully_async.py)
 
 Test:  pytest tests/test_loop.py
 Knows nothing about: how anything is done. Every phase and every memory hand-over is a line of the loop below.
@@ -33,6 +34,8 @@ import algos
 import buffer
 import checks
 import convert
+import faults
+import hooks
 import memory
 import placement
 import plan
@@ -46,6 +49,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
     with contextlib.ExitStack() as stack:
         cfg, engines, trainers, rollout, logs, first_step, num_rollout = start(cfg, run_dir, stack)
         stop = stop_on_signal(stack)         # after ray.init, which sets a handler of its own
+        strikes = faults.Faults(cfg, engines, rollout, logs.print)
 
         if first_step == 0 and cfg.eval_prompt_data and not cfg.skip_eval_before_train:
             with logs.phase("eval"):
@@ -55,9 +59,10 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
         ahead = None                                             # async_mode: the next step's samples, being generated
         for step in range(first_step, num_rollout):
             last = step + 1 == num_rollout
+            strikes.begin(step)
             with logs.phase("rollout"):                          # P groups of n Samples: tokens, masks, log-probs, rewards
                 result = ahead.result() if ahead else rollout.generate(step)
-            data_state = rollout.data.state_dict()               # a resumed run asks for what comes after these samples
+            data_state = rollout.state_dict()                    # a resumed run asks for what comes after these samples
             if cfg.async_mode and not last:
                 ahead = rollout.start(step + 1)                  # by the present weights, while these learn
             with logs.phase("offload"):
@@ -77,8 +82,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                     if cfg.offload_rollout:
                         engines.wake(["weights"])
                 with logs.phase("update_weights"):
-                    metrics |= trainers.push_weights(engines, step + 1)
-                    rollout.weight_version = step + 1
+                    metrics |= rollout.sync(lambda: trainers.push_weights(engines, step + 1), step + 1)
                 with logs.phase("offload"):
                     if cfg.offload_train:
                         trainers.sleep()
@@ -110,7 +114,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
 def learn(cfg: base.Config, step: int, result, trainers) -> dict:
     """One rollout's samples through the trainers -> their metrics and seconds. With PPO the critic, which sleeps and wakes
     with them, goes before and after: V of each token goes in, the returns come out."""
-    data = buffer.to_train_data(cfg, result.samples, result.rewards, result.examples)
+    data = result.data or buffer.to_train_data(cfg, result.samples, result.rewards, result.examples)
     plan = buffer.plan(cfg, data, trainers.dp_size)              # optimizer steps x ranks x micro-batches; loss_weights too
     critic = trainers.critic
     if critic is None:
@@ -138,6 +142,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     from actor import Trainers
     from engines import Engines, check_server
     from logs import Logs
+    from fully_async import FullyAsyncRollout
     from rollout import FileRollout, Rollout
     model_dir = resolve_model(cfg, run_dir)
     with reading_input():
@@ -153,7 +158,8 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=cfg.sglang.get("trust_remote_code", False))
         context_len = hf_config.max_position_embeddings
-        data = buffer.DataSource(cfg, tokenizer, context_len)
+        data = (hooks.OwnData(cfg, tokenizer, context_len, run_dir) if cfg.data_source else
+                buffer.DataSource(cfg, tokenizer, context_len))
         eval_data = {name: buffer.DataSource(base.eval_config(cfg, name), tokenizer, context_len)
                      for name in cfg.eval_prompt_data}
         places = placement.start_ray(cfg, stack)
@@ -196,26 +202,26 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     if engines is None:
         rollout = FileRollout(cfg, data)
     else:
-        rollout = Rollout(cfg, engines, data, eval_data, run_dir, logs.groups_done)
-        rollout.weight_version = extra["step"]
+        kind = FullyAsyncRollout if cfg.fully_async else Rollout
+        rollout = kind(cfg, engines, data, eval_data, run_dir, logs.groups_done)
 
         def resync(ranks):                   # engines that were replaced while others generate, and the trainers sleep
             if cfg.offload_train:
                 trainers.wake("weights")
-            trainers.push_weights(engines, None, only=ranks)     # async_mode: maybe newer ones than the other engines have
+            trainers.push_weights(engines, None, only=ranks)     # asynchronous: maybe newer ones than the others have
             if cfg.offload_train:
                 trainers.sleep()
-        rollout.resync = resync
+        rollout.client.resync = resync
         if cfg.offload_rollout:
             engines.wake(["weights"])
-        trainers.push_weights(engines, extra["step"])            # the engines' weights are the trainers', checked
+        rollout.sync(lambda: trainers.push_weights(engines, extra["step"]), extra["step"])   # equal from here on, checked
         if cfg.offload_train:
             trainers.sleep()
         if cfg.offload_rollout:
             engines.wake(["kv_cache", "cuda_graph"])
     stack.callback(rollout.close)
     if checkpoint:
-        data.load_state_dict(extra["data"])
+        rollout.load_state_dict(extra["data"])
     # Python's garbage collector looks through all objects every few steps, half a million after these imports: 0.3 s of
     # nothing in the middle of a rollout. What is there now stays to the end, so it need not look at it.
     gc.collect()

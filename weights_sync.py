@@ -31,7 +31,7 @@ from torch import Tensor
 import convert
 import families
 import fp8
-from engines import call, free_port
+from engines import EngineError, call, free_port
 
 GROUP = "nanoslime_weights"
 PIECE = 2**28                                # bytes of experts that are gathered at a time
@@ -151,6 +151,7 @@ class WeightSync:
         """disk_dir: this run's own; versions before the present one are removed there."""
         self.cfg, self.model, self.disk_dir = cfg, model, disk_dir
         self.group, self.group_urls = None, None     # the process group with the engines, and whom it joins
+        self.failure: EngineError | None = None
         self.members: set[str] = set()       # engines that hold a group of ours, this one or one before it
         self.pool = ThreadPoolExecutor(16)
         if cfg.device == "cpu":
@@ -178,7 +179,7 @@ class WeightSync:
             return {}
         sender = self.model.grid.rank == 0
         if sender and self.cfg.update_weight_transport == "distributed":
-            self.connect(urls)
+            self.tried(self.connect, urls)
         sent, tensors = 0, {}
 
         def send_all():
@@ -199,17 +200,40 @@ class WeightSync:
                 if by_tensor:
                     last, held = self.send_tensor(bucket, urls, owners, alone, last), bucket
                 elif sender:                 # not in a thread: two collectives at the same time may wait for each other
-                    self.send_distributed(bucket, urls)
+                    self.tried(self.send_distributed, bucket, urls)
             if last is not None:
-                last.result()
+                self.settle(last)
             if by_tensor and not alone:
                 dist.barrier()               # another rank's request may still be reading from `held`
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
         if not sender:
             return {}
         tp, kv_heads = self.cfg.rollout_num_gpus_per_engine, self.model.hf_config.num_key_value_heads
         # Of fp8 weights an engine gives the checksum of the product with their scales, and none of the scales.
         expected = expected_checksums(fp8.dequantized(tensors), tp, kv_heads, self.cfg.device) if check else None
         return {"version": version, "bytes": sent, "expected": expected}
+
+    # -- an engine that dies under it: kept as self.failure till all buckets are through, for a rank that left now would leave
+    #    the others alone in a collective. Client.sync then replaces the engine, and all is sent again.
+    def tried(self, send, *args) -> None:
+        """A step of the process group's; none after one that failed."""
+        try:
+            if self.failure is None:
+                send(*args)
+        except EngineError as error:
+            self.failure = error
+            if self.group is not None and self.cfg.device == "cuda":
+                dist.distributed_c10d._abort_process_group(self.group)       # a broadcast that hangs would hold destroy up
+                self.group = None
+            self.group_urls = None           # the next push builds a group anew
+
+    def settle(self, answer: Future) -> None:
+        try:
+            answer.result()
+        except EngineError as error:
+            self.failure = self.failure or error
 
     # -- shared memory (CPU) and CUDA IPC (same GPU)
     def send_tensor(self, bucket: Bucket, urls: list[str], owners: list[list[int]], alone: bool,
@@ -229,7 +253,7 @@ class WeightSync:
                 if owner == rank:
                     handles[engine, k] = self.handle(bucket)
         if last is not None:
-            last.result()
+            self.settle(last)
         if not alone:
             everybody = [None] * dist.get_world_size()
             dist.all_gather_object(everybody, handles)

@@ -99,11 +99,21 @@ class Config:
     max_batches_asked: int = 20              # a step that asked for so many rollout batches and could not fill one is an error
     dynamic_sampling_filter: Callable | str | None = None  # (args, samples) -> keep (bool or DynamicFilterOutput)
     async_mode: bool = False                 # generate the next step's samples while these are trained: one weight update old
-    max_staleness: int | None = None         # weight updates that a trained token may be behind; None: 0, async 1, partial 8
+    fully_async: bool = False                # generate all the time; a sync interrupts answers, which go on with new weights
+    max_staleness: int | None = None         # weight updates that a trained token may be behind; None: 0, async_mode 1,
+    #                                          fully_async 2, partial_rollout 8 more
     partial_rollout: bool = False            # keep what aborted samples have; go on with them in the next step
     mask_offpolicy_in_partial_rollout: bool = False  # and train only the tokens of the current weights
     buffer_filter: Callable | str | None = None      # (args, rollout_id, buffer, num_samples) -> groups to take first
     custom_generate_function: Callable | str | None = None  # async (args, sample, sampling_params) -> Sample | list
+    tools: list = field(default_factory=list)        # functions that the model may call, turn by turn; typed, with docstrings
+    tool_call_parser: str | None = None      # SGLang's name for how the model writes calls: qwen25, llama3, glm45, ...
+    tool_timeout_s: float = 30.0             # for one call
+    max_turns: int = 8                       # of the model, in one sample
+    rollout_sample_filter: Callable | str | None = None      # (args, groups) -> None; sets remove_sample
+    rollout_function: Callable | str | None = None   # in the place of all of this: (args, rollout_id, data_source, evaluation)
+    data_source: Callable | str | None = None        # class (args) with get_samples, add_samples, ...; prompt_data is not read
+    custom_convert_samples_to_train_data: Callable | str | None = None   # (args, samples) -> dict of lists; hooks.py has all
     rollout_temperature: float = 1.0
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
@@ -117,6 +127,8 @@ class Config:
     request_retries: int = 3                 # after an engine died under it
     max_engine_restarts: int = 3             # in a whole run; then the run says why and ends
     health_check_interval_s: float | None = None     # an engine silent for three of these is restarted; None: 10, a CPU 60
+    inject_faults: dict = field(default_factory=dict)    # step or list of steps at which faults.py kills something, to watch
+    #                                          the run recover: dict(engine_0=3, router=[5, 9], reward_worker=7, hang_engine_1=8)
     rollout_quantization: Literal["fp8"] | None = None   # engines hold fp8 weights in blocks of 128 x 128; trainers do not
     sglang: dict = field(default_factory=dict)  # any field of SGLang's ServerArgs
 
@@ -125,6 +137,7 @@ class Config:
     custom_rm: Callable | str | None = None  # [async] (args, sample) -> float | dict; with group_rm: (args, samples) -> list
     group_rm: bool = False
     rm_url: str | None = None                # for rm_type="remote_rm"
+    custom_reward_post_process: Callable | str | None = None     # (args, samples) -> (raw_rewards, rewards), for the groups' mean
     reward_key: str | None = None            # which entry of a dict reward is trained on
     eval_reward_key: str | None = None       # which one is evaluated; None: reward_key
     reward_timeout_s: float = 30.0           # for one sample's score
@@ -139,6 +152,7 @@ class Config:
     eval_temperature: float | None = None    # None: rollout_temperature; 0: greedy
     eval_top_p: float | None = None
     eval_max_response_len: int | None = None
+    eval_function: Callable | str | None = None      # in the place of all of this: (args, rollout_id, data_source, evaluation)
     log_passrate: bool = False               # also pass@k, k = 1, 2, 4, ... n (Codex 2107.03374, unbiased)
 
     # ---- the algorithm ---------------------------------------------------------------------------------------------
@@ -291,12 +305,17 @@ ELSEWHERE = dict(learning_rate="lr", temperature="rollout_temperature", top_p="r
                  clip_ratio_low="eps_clip", clip_ratio_high="eps_clip_high", kl_penalty="kl_loss_type",
                  scale_rewards="grpo_std_normalization", importance_sampling_level="advantage_estimator",
                  loss_agg_mode="calculate_per_token_loss", vllm_importance_sampling_cap="tis_clip",
-                 opd_type="opd_teacher_load (or opd_teacher_url)")
+                 opd_type="opd_teacher_load (or opd_teacher_url)", staleness_threshold="max_staleness",
+                 max_async_level="max_staleness", max_head_offpolicyness="max_staleness",
+                 max_tool_calling_iterations="max_turns", max_assistant_turns="max_turns", environment_factory="tools",
+                 multimodal_keys="input_key (of text: the trainers take no images)", custom_rm_path="custom_rm")
 
 
 def unknown(key: str) -> str:
     if key in ELSEWHERE:
         return f"unknown setting {key!r}; here it is {ELSEWHERE[key]!r}"
+    if key.removesuffix("_path") in FIELDS:
+        return f"unknown setting {key!r}; here it is {key.removesuffix('_path')!r}: a function, or its name"
     near = difflib.get_close_matches(key.replace("-", "_"), [*FIELDS, *ELSEWHERE], 1, 0.5)
     near = [ELSEWHERE.get(name, name) for name in near]
     return f"unknown setting {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see configs/base.py for the list")
@@ -353,7 +372,7 @@ def resolve(cfg: Config) -> Config:
     if cfg.over_sampling_batch_size is None:
         new["over_sampling_batch_size"] = cfg.rollout_batch_size
     if cfg.max_staleness is None:
-        new["max_staleness"] = 8 * cfg.partial_rollout + cfg.async_mode
+        new["max_staleness"] = 8 * cfg.partial_rollout + cfg.async_mode + 2 * cfg.fully_async
     if cfg.eps_clip_high is None:
         new["eps_clip_high"] = cfg.eps_clip
     if cfg.eval_reward_key is None:

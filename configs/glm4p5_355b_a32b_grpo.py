@@ -20,7 +20,7 @@ num_steps_per_rollout = 4
 num_rollout = 500
 rollout_shuffle = True
 over_sampling_batch_size = 256
-dynamic_sampling_filter = "rollout.check_reward_nonzero_std"
+dynamic_sampling_filter = "hooks.check_reward_nonzero_std"
 rollout_max_response_len = 32768
 
 # tp 8 x pp 4 x cp 2 x dp 1; 92 layers = 4 x 23, of which 3 are dense; 10 of a layer's 160 experts on each GPU

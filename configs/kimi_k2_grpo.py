@@ -20,7 +20,7 @@ num_steps_per_rollout = 4
 num_rollout = 500
 rollout_shuffle = True
 over_sampling_batch_size = 256
-dynamic_sampling_filter = "rollout.check_reward_nonzero_std"
+dynamic_sampling_filter = "hooks.check_reward_nonzero_std"
 rollout_max_response_len = 32768
 
 # tp 8 x pp 8 x cp 4 x dp 1; 61 layers = 7 x 8 + 5; 12 of a layer's 384 experts on each GPU

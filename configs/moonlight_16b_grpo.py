@@ -20,7 +20,7 @@ num_steps_per_rollout = 4
 num_rollout = 500
 rollout_shuffle = True
 over_sampling_batch_size = 256
-dynamic_sampling_filter = "rollout.check_reward_nonzero_std"
+dynamic_sampling_filter = "hooks.check_reward_nonzero_std"
 rollout_max_response_len = 4096
 
 # tp 4 x dp 2; 8 of the 64 experts on each GPU. 14.4 B in experts / 8 * 18 bytes = 32 GB, 1.6 B others / 4 * 12 = 5 GB

@@ -9,6 +9,7 @@ Knows nothing about: models and data (train.start reads those before anything he
 import dataclasses
 import difflib
 import math
+import re
 import warnings
 
 from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, dp_size, eval_config, eval_settings, fits, need,
@@ -18,7 +19,10 @@ from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, dp_size, e
 def validate(cfg: Config) -> None:
     """Every rule that can be checked without starting anything. Each message ends with the remedy."""
     need(cfg.hf_checkpoint, "hf_checkpoint is not set; give a Hugging Face folder, a hub name or a run file")
-    need(cfg.prompt_data, "prompt_data is not set; give a .jsonl or .parquet file, dict(reasoning_gym=...) or a function")
+    need(cfg.prompt_data or cfg.data_source, "prompt_data is not set; give a .jsonl or .parquet file, dict(reasoning_gym=...) or "
+         "a function, or a class of your own as data_source")
+    need(not (cfg.prompt_data and cfg.data_source), "data_source takes prompt_data's place; remove one of the two")
+    need(cfg.num_rollout is not None or not cfg.data_source, "how long is an epoch of data_source? set num_rollout")
     need(cfg.num_rollout is not None or cfg.num_epoch is not None,
          "neither num_rollout nor num_epoch is set, so the run would have no end; set num_rollout")
     for key in ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "global_batch_size", "actor_num_gpus",
@@ -34,6 +38,7 @@ def validate(cfg: Config) -> None:
         need(value is None or value >= least, f"{key}={value} must be at least {least}; or leave it unset (None)")
     validate_layout(cfg)
     validate_batch(cfg)
+    validate_generation(cfg)
     validate_algorithm(cfg)
     validate_eval(cfg)
     validate_passthrough(cfg)
@@ -88,6 +93,14 @@ def validate_batch(cfg: Config) -> None:
          "turns; set colocate=False and give the engines GPUs of their own (rollout_num_gpus)")
     need(not cfg.async_mode or cfg.loss_type != "sft", "async_mode has nothing to generate with loss_type='sft'; remove it")
     need(cfg.max_staleness >= cfg.async_mode, "with async_mode samples are one weight update old; set max_staleness=1")
+    if cfg.fully_async:
+        need(not cfg.colocate, "fully_async trains and generates at the same time, and colocated sides take turns; set "
+             "colocate=False and give the engines GPUs of their own (rollout_num_gpus)")
+        need(not cfg.async_mode, "async_mode updates weights between batches, fully_async in the middle of answers; set one of them")
+        need(cfg.loss_type != "sft", "fully_async has nothing to generate with loss_type='sft'; remove it")
+        need(cfg.max_staleness >= 1, f"fully_async with max_staleness={cfg.max_staleness} could only generate while nothing is "
+             "trained; set max_staleness=1 or more, or fully_async=False")
+        need(not cfg.rollout_function, "rollout_function makes a step's samples itself; remove fully_async")
     per_rollout, steps, gbs = cfg.rollout_batch_size * samples_per_group(cfg), cfg.num_steps_per_rollout, cfg.global_batch_size
     need(gbs * steps == per_rollout, f"global_batch_size {gbs} * num_steps_per_rollout {steps} != rollout_batch_size "
          f"{cfg.rollout_batch_size} * n {samples_per_group(cfg)} = {per_rollout}; set global_batch_size={per_rollout // steps}"
@@ -103,8 +116,45 @@ def validate_batch(cfg: Config) -> None:
     if cfg.rollout_max_context_len and cfg.rollout_max_prompt_len:
         need(cfg.rollout_max_prompt_len < cfg.rollout_max_context_len, "rollout_max_prompt_len leaves no room for a response; "
              f"set it to at most rollout_max_context_len - 1 = {cfg.rollout_max_context_len - 1}")
-    need(not cfg.mask_offpolicy_in_partial_rollout or cfg.partial_rollout,
-         "mask_offpolicy_in_partial_rollout has no effect without partial_rollout; set partial_rollout=True")
+    need(not cfg.mask_offpolicy_in_partial_rollout or cfg.partial_rollout or cfg.fully_async,
+         "mask_offpolicy_in_partial_rollout has no effect without partial_rollout or fully_async; set partial_rollout=True")
+
+
+def validate_generation(cfg: Config) -> None:
+    """Tools, hooks that replace others, and faults."""
+    if cfg.tools:
+        need(cfg.apply_chat_template, "tools are written into the prompt by the chat template; set apply_chat_template=True")
+        need(cfg.tool_call_parser, "how does the model write a call? set tool_call_parser: 'qwen25' (Qwen, SmolLM, Hermes: JSON in "
+             "<tool_call>), 'llama3', 'glm45', 'deepseekv3', 'kimi_k2', ... (python -m sglang.launch_server --help has all)")
+        need(not cfg.custom_generate_function, "custom_generate_function runs the conversation itself; remove tools, or call "
+             "agent.converse(args, sample, sampling_params, tools=[...]) in it")
+        need(cfg.loss_type != "sft", "tools has no effect with loss_type='sft' (give the rows' descriptions by tool_key); remove it")
+        for tool in cfg.tools:
+            need(callable(tool) and getattr(tool, "__name__", "<lambda>") != "<lambda>", f"tools: {tool!r} is not a named function")
+            try:
+                from transformers.utils import get_json_schema
+                get_json_schema(tool)
+            except Exception as error:       # of transformers: it says what is missing
+                raise ValueError(f"tools: {tool.__name__} needs type hints and a docstring with an Args: section, from which the "
+                                 f"model learns how to call it ({str(error).strip()})") from error
+    else:
+        need(not cfg.tool_call_parser, "tool_call_parser has no effect without tools; remove it")
+    need(cfg.max_turns > 0, f"max_turns={cfg.max_turns} must be positive; set it to 1 or more")
+    for key in ("custom_generate_function", "tools", "dynamic_sampling_filter", "buffer_filter") if cfg.rollout_function else ():
+        need(not getattr(cfg, key), f"rollout_function makes the samples itself, so {key} would not be called; remove one of the two")
+    if cfg.custom_convert_samples_to_train_data:
+        for key in ("sft_data", "opd_teacher_url", "use_rollout_routing_replay"):
+            need(not getattr(cfg, key), f"{key} needs what custom_convert_samples_to_train_data does not give; remove one of the two")
+    need(not cfg.inject_faults or cfg.loss_type != "sft", "inject_faults strikes engines and rewards, and loss_type='sft' has none")
+    steps = cfg.num_rollout
+    for name, when in cfg.inject_faults.items():
+        kind = re.fullmatch(r"(hang_)?engine_(\d+)|router|reward_worker", name)
+        need(kind, f"inject_faults[{name!r}]: name engine_0, hang_engine_0 (or another rank), router or reward_worker")
+        engines = cfg.rollout_num_gpus // cfg.rollout_num_gpus_per_engine
+        need(not kind[2] or int(kind[2]) < engines, f"inject_faults[{name!r}]: there are {engines} engines, engine_0 the first")
+        for step in when if isinstance(when, list) else [when]:
+            need(isinstance(step, int) and 0 <= step < (steps or math.inf), f"inject_faults[{name!r}]={when!r}: give a step, or a "
+                 f"list of steps, from 0 to {(steps or 1) - 1}")
 
 
 def validate_algorithm(cfg: Config) -> None:

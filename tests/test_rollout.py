@@ -28,7 +28,8 @@ from configs.base import eval_config
 from engines import EngineError, call
 from helpers import make_cfg, running_engines
 from rewards import RewardError
-from rollout import DynamicFilterOutput, Rollout, check_reward_nonzero_std, pass_at_k
+from hooks import DynamicFilterOutput, check_reward_nonzero_std
+from rollout import Rollout, pass_at_k
 
 CONTEXT = 2048                               # tokens: the tiny model's max_position_embeddings
 LONG = 1600                                  # tokens of an answer: some seconds, in which there is time to abort it
@@ -232,7 +233,7 @@ def test_surplus_groups_wait_and_none_is_lost(make):
         assert set(waiting) <= asked_now, "what waited is asked first"
         for group in rollout.data.buffer:    # as if they had not been asked
             assert all(s.status == Status.PENDING and s.response_length == 0 and s.reward is None for s in group)
-            assert all(s.tokens == rollout.tokenizer(s.prompt)["input_ids"] for s in group)
+            assert all(s.tokens == rollout.client.tokenizer(s.prompt)["input_ids"] for s in group)
     everything = sorted(trained + [group[0].group_index for group in rollout.data.buffer])
     assert everything == list(range(rollout.data.next_group)), "each once: trained, or waiting"
 
@@ -273,7 +274,7 @@ def test_partial_rollout_goes_on(make, engines, reference, mask):
     assert any(0 < s.response_length < LONG for group in rollout.data.buffer for s in group[1:]), "some were under way"
 
     engines.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
-    rollout.weight_version = 1
+    rollout.client.weight_version = 1
     second = rollout.generate(1)
     done = [s for s in second.samples if s.index in before]
     assert sorted(groups_of(done)) == [2, 3] and len(done) == 6
@@ -297,7 +298,7 @@ def test_without_partial_rollout_aborted_groups_start_again(make):
     for s in (s for group in rollout.data.buffer for s in group):
         assert s.status == Status.PENDING and s.response_length == 0
         assert s.loss_mask == s.weight_versions == s.rollout_log_probs == []
-        assert s.tokens == rollout.tokenizer(s.prompt)["input_ids"]
+        assert s.tokens == rollout.client.tokenizer(s.prompt)["input_ids"]
 
 
 # ---- Custom generation -----------------------------------------------------------------------------------------------------
@@ -498,10 +499,10 @@ def test_evaluation_with_settings_of_each_set(make, reference, tmp_path):
     by_set = {name: [r for r in lines if r["set"] == name] for name in ("greedy", "sampled")}
     assert [len(rows) for rows in by_set.values()] == [6, 8] and all(r["step"] == 7 for r in lines)
     for row in by_set["greedy"]:             # temperature 0: the most likely token, each time
-        ids = rollout.tokenizer(row["prompt"], return_tensors="pt").input_ids
+        ids = rollout.client.tokenizer(row["prompt"], return_tensors="pt").input_ids
         want = reference.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1]:]
-        want = want[:-1] if want[-1] == rollout.tokenizer.eos_token_id else want
-        assert row["response"] == rollout.tokenizer.decode(want)
+        want = want[:-1] if want[-1] == rollout.client.tokenizer.eos_token_id else want
+        assert row["response"] == rollout.client.tokenizer.decode(want)
     assert len({r["response"] for r in by_set["sampled"]}) > 2
     assert metrics["eval/greedy"] == metrics["eval/greedy-response_len"] <= 5    # its reward is the length
     assert metrics["eval/sampled"] == 0.5 and metrics["eval/sampled-pass@1"] == 0.5
@@ -533,7 +534,7 @@ def test_an_engine_that_dies_just_before_the_abort(make, engines):
 
     async def the_last_short_one_kills(args, sample, params):
         long = sample.group_index > 1
-        while long and rollout.replacing is None:
+        while long and rollout.client.replacing is None:
             await asyncio.sleep(0.05)
         sample = await args.generate(sample, params | {"max_new_tokens": LONG if long else 8, "ignore_eos": True})
         if not long and next(short_ones) == 6:
@@ -546,7 +547,7 @@ def test_an_engine_that_dies_just_before_the_abort(make, engines):
     def resync(ranks):
         resynced.append(ranks)
         engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False}, only=ranks)
-    rollout.resync = resync
+    rollout.client.resync = resync
     result = rollout.generate(0)
     assert sorted(groups_of(result.samples)) == [0, 1] and outcomes(result.metrics)["put_back"] == 2
     assert resynced == [[1]] and engines.restarts == before + 1 and engines.check() == []
@@ -558,21 +559,21 @@ def test_a_restart_under_way_ends_before_the_step_does(make, engines):
     async def ends_in_the_middle_of_it(args, sample, params):
         sample = await args.generate(sample, params)
         kill_engine(engines, 1)
-        while rollout.replacing is None:
+        while rollout.client.replacing is None:
             await asyncio.sleep(0.05)
         return sample
     rollout = make(custom_generate_function=ends_in_the_middle_of_it, rollout_batch_size=1, n_samples_per_prompt=1,
                    health_check_interval_s=1.0)
     resynced = []
-    rollout.resync = resynced.append
+    rollout.client.resync = resynced.append
     rollout.generate(0)
-    assert resynced == [[1]] and engines.check() == [] and rollout.serving.is_set()
+    assert resynced == [[1]] and engines.check() == [] and rollout.client.serving.is_set()
 
 
 def test_a_restart_that_fails_when_the_step_is_done_ends_the_run(make, engines, monkeypatch):
     async def ends_in_the_middle_of_it(args, sample, params):
         sample = await args.generate(sample, params)
-        while rollout.replacing is None:
+        while rollout.client.replacing is None:
             await asyncio.sleep(0.05)
         return sample
 
@@ -581,7 +582,7 @@ def test_a_restart_that_fails_when_the_step_is_done_ends_the_run(make, engines, 
         raise EngineError(f"engine {rank} is down and all restarts are used up")
     rollout = make(custom_generate_function=ends_in_the_middle_of_it, rollout_batch_size=1, n_samples_per_prompt=1,
                    health_check_interval_s=0.2)
-    monkeypatch.setattr(rollout, "replace", used_up)
+    monkeypatch.setattr(rollout.client, "replace", used_up)
     monkeypatch.setattr(engines, "check", lambda: [1])
     with pytest.raises(EngineError, match="engine 1 is down and all restarts are used up"):
         rollout.generate(0)
@@ -610,14 +611,14 @@ def test_an_engine_killed_under_requests(make, engines, tiny_model, tmp_path, ca
         return await args.generate(sample, params | {"max_new_tokens": 480, "ignore_eos": True})
     rollout = make(custom_generate_function=some_come_late, rollout_batch_size=8, n_samples_per_prompt=4)
     push(None)                               # make() set the version back
-    rollout.weight_version, resynced, before = 5, [], engines.restarts
+    rollout.client.weight_version, resynced, before = 5, [], engines.restarts
 
     def resync(ranks):
         new_engine_is_up.set()
         time.sleep(2.0)                      # a big model's push takes its time
         push(ranks)
         resynced.append(ranks)
-    rollout.resync = resync
+    rollout.client.resync = resync
     for process in supervisor_of(engines, 1).children(recursive=True):
         process.suspend()                    # what it is asked now is not done before it is killed
 

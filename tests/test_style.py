@@ -18,20 +18,21 @@ BUDGET = {"configs/base.py": 450, "configs/validate.py": 280, "configs/shapes.py
           "memory.py": 60, "mend.py": 40, "plan.py": 330, "sizes.py": 120, "checks.py": 90, "rollout.py": 600, "engines.py": 480,
           "rewards.py": 250, "buffer.py": 540, "algos.py": 480, "logprobs.py": 150, "chat.py": 120, "model.py": 620,
           "layers.py": 375, "moe.py": 190, "actor.py": 450, "weights_sync.py": 400, "convert.py": 510, "checkpoints.py": 120,
-          "fp8.py": 110, "families.py": 600, "cpu.py": 175, "gloo.py": 110, "ranks.py": 110, "bench.py": 290, "logs.py": 200}
+          "fp8.py": 110, "families.py": 600, "cpu.py": 175, "client.py": 300, "fully_async.py": 180, "agent.py": 150, "hooks.py": 250, "faults.py": 60, "sample.py": 150, "gloo.py": 110, "ranks.py": 110, "bench.py": 290, "logs.py": 200}
 RUN_FILE = 60                                # lines of any other configs/*.py
 MAY_IMPORT = {                               # of our own modules
     "train": {"configs", "rollout", "engines", "buffer", "actor", "algos", "convert", "rewards", "logs",
-              "placement", "memory", "plan", "checks", "layers"},
-    "rollout": {"buffer", "rewards", "algos", "engines", "configs"},
+              "placement", "memory", "plan", "checks", "layers", "hooks", "faults", "fully_async"},
+    "rollout": {"buffer", "sample", "rewards", "algos", "engines", "configs", "client", "hooks", "agent"}, "client": {"buffer", "sample", "engines", "configs"},
+    "hooks": {"sample", "rewards"}, "agent": {"sample", "chat"}, "fully_async": {"rollout", "hooks", "sample"},
     "actor": {"model", "layers", "algos", "buffer", "weights_sync", "convert", "engines", "configs"},
     "model": {"convert", "families", "algos", "logprobs", "buffer", "ranks", "layers", "moe"}, "ranks": {"logprobs", "gloo"}, "layers": {"logprobs", "moe"},
-    "moe": {"logprobs"}, "algos": {"logprobs"}, "buffer": {"chat"},
+    "moe": {"logprobs"}, "algos": {"logprobs"}, "buffer": {"chat", "sample"},
     "weights_sync": {"convert", "families", "fp8", "engines"}, "fp8": {"families"}, "convert": {"families", "fp8", "checkpoints"},
     "checkpoints": {"families", "model", "buffer", "configs", "engines"}, "memory": {"plan"}, "plan": {"sizes", "families", "fp8", "configs"},
     "sizes": {"families", "configs"}, "bench": {"train", "checks", "configs", "buffer", "engines", "algos", "model", "layers"},
     "base": {"configs"}} | dict.fromkeys(["engines", "placement", "checks", "rewards", "logprobs", "chat", "families", "cpu", "gloo",
-                                          "logs", "mend"], set())
+                                          "logs", "mend", "faults", "sample"], set())
 FILES = sorted([*ROOT.glob("*.py"), *(p for p in ROOT.glob("configs/*.py") if p.name != "__init__.py")])
 OURS = {p.stem for p in ROOT.glob("*.py")} | {"configs"}
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -114,7 +115,8 @@ def test_every_setting_is_read():
 
 def test_every_setting_that_is_read_exists():
     """cfg is a Config everywhere but in families.py, where it is a Hugging Face config; argparse's namespace is not ours."""
-    known = base.FIELDS.keys() | {"run_file", "overrides"}
+    known = base.FIELDS.keys() | {"run_file", "overrides"}       # and what Rollout.args adds for hooks:
+    known |= {"tokenizer", "context_len", "end_ids", "generate", "workers", "rollout"}
     for path in ROOT.glob("*.py"):
         if path.stem not in ("convert", "families"):
             assert not settings_read(path) - known, f"{path.name} reads {sorted(settings_read(path) - known)}: no such setting"

@@ -1,0 +1,165 @@
+"""
+fully_async.py: how does generation run on while training goes on? A pool of groups under way; a step takes what is ready.
+
+    trainers   |........| train 0 |sync| train 1 |sync| train 2 |sync|         version 0 -> 1 -> 2 -> 3
+    engines    generate generate generate generate generate generate           (each sync interrupts every answer for a moment)
+    admit()    as many groups as may still be trained in time -> under way -> ready -> take() -> one step's batch
+
+How staleness stays within max_staleness (h below), in weight updates between a sample's oldest trained token and its training:
+ 1. Batch s is trained at version s. A group is only begun at version v while fewer than (v + h + 1) * P groups are trained,
+    ready or under way (P = rollout_batch_size): so there is room for it in the batches up to v + h (AReaL 2505.24298, sec. 5.1).
+ 2. Batch s takes first, and waits for, what would be too old for batch s + 1: at most P groups, by 1. So nothing is ever thrown
+    away for its age. With mask_offpolicy_in_partial_rollout it does not wait; tokens too old are context then, not trained.
+
+Test:  pytest tests/test_fully_async.py
+Knows nothing about: how a group is made (rollout.py), how weights change in the middle of an answer (client.py).
+Source: upstream's fully_async_rollout, which has no bound; the two rules are ours.
+"""
+import asyncio
+import math
+import time
+from collections import Counter
+
+import hooks
+from sample import Sample
+from rollout import Rollout, RolloutResult
+
+
+class FullyAsyncRollout(Rollout):
+    """A Rollout whose groups are begun ahead of the step that trains them. All attributes belong to the event loop."""
+
+    def __init__(self, *args, **kw):
+        self.under_way: dict[int, list[Sample]] = {}         # group_index -> group, in the order in which they were begun
+        self.ready: dict[int, list[Sample]] = {}             # group_index -> finished samples of the group
+        self.outcomes, self.drops = Counter(), Counter()     # since the last step
+        self.taken = 0                                       # groups given to training, in the whole run
+        self.held = 0                                        # groups that are with us, counted in and out
+        self.tasks: set[asyncio.Task] = set()
+        self.changed = asyncio.Event()                       # set: something has finished
+        self.error: BaseException | None = None              # what ended a group, or the watch over the engines
+        super().__init__(*args, **kw)
+
+    # ---- Beginning -----------------------------------------------------------------------------------------------------
+    def admit(self) -> None:
+        """Begin as many groups as rule 1 allows. Called whenever that may have changed."""
+        cfg = self.cfg
+        steps = min(self.client.weight_version + cfg.max_staleness + 1, cfg.num_rollout or math.inf)
+        limit = steps * cfg.rollout_batch_size
+        while self.error is None and self.taken + len(self.ready) + len(self.under_way) < limit:
+            if self.outcomes["asked"] >= cfg.max_batches_asked * cfg.rollout_batch_size:
+                return                       # take() says so, if it still misses groups then
+            for group in (groups := self.data.get_samples(1)):
+                self.under_way[group[0].group_index] = group
+                self.outcomes["asked"] += 1
+                self.held += 1
+                self.begin(self.make(group))
+            if not groups:                   # the data has ended
+                return
+
+    def begin(self, coroutine) -> None:
+        task = asyncio.create_task(coroutine)
+        self.tasks.add(task)                 # the loop itself would forget it
+
+        def ended(task):
+            self.tasks.discard(task)
+            if not task.cancelled() and task.exception():
+                self.error = self.error or task.exception()
+            self.changed.set()
+        task.add_done_callback(ended)
+
+    async def make(self, group: list[Sample]) -> None:
+        result = await self.generate_group(self.cfg, group)
+        outcome = self.outcome(result, self.drops)
+        del self.under_way[group[0].group_index]
+        if outcome == "kept":
+            self.ready[group[0].group_index] = result
+        else:
+            self.outcomes[outcome] += 1
+            self.held -= 1
+        if outcome == "put_back":
+            self.put_back([group])
+        self.admit()
+
+    # ---- Taking --------------------------------------------------------------------------------------------------------
+    async def generate_async(self, step: int) -> RolloutResult:
+        """The next batch: those that must be trained now, then those that were begun first."""
+        cfg, begin = self.cfg, time.perf_counter()
+        hooks.running.set(self)
+        if not self.tasks:                   # the first step of this process
+            self.taken = step * cfg.rollout_batch_size
+            self.begin(self.client.watch())
+        self.admit()
+        while (waiting := self.waits_for(step)) is not None:
+            self.on_progress(len(self.ready), cfg.rollout_batch_size)
+            self.changed.clear()
+            if self.error is not None:
+                raise self.error
+            if not self.under_way:
+                if self.outcomes["asked"] >= cfg.max_batches_asked * cfg.rollout_batch_size:
+                    raise RuntimeError(f"{waiting}; {self.outcomes['asked']} groups were asked for: {dict(self.outcomes)}, dropped "
+                                       f"{dict(self.drops)}; the task is too hard, too easy, or broken: change the prompts or "
+                                       "the dynamic_sampling_filter, or set max_batches_asked higher")
+                break                        # the data has ended
+            await self.changed.wait()
+        kept = self.take(step)
+        outcomes, drops = self.outcomes, self.drops
+        self.outcomes, self.drops = Counter(), Counter()
+        result = self.finish(step, kept, outcomes, drops, time.perf_counter() - begin)
+        self.restarted = 0
+        return result
+
+    def too_old_next(self, step: int, groups) -> list[int]:
+        """Numbers of the groups that this batch is the last one for."""
+        last = step - self.cfg.max_staleness
+        oldest = {g: min((v for s in group for v in s.trained_versions()), default=step) for g, group in groups.items()}
+        return [g for g, version in oldest.items() if version <= last]
+
+    def waits_for(self, step: int) -> str | None:
+        """What is missing to take batch `step`; None: nothing."""
+        if len(self.ready) < self.cfg.rollout_batch_size:
+            return f"step {step} has {len(self.ready)} of {self.cfg.rollout_batch_size} groups"
+        late = [] if self.cfg.mask_offpolicy_in_partial_rollout else self.too_old_next(step, self.under_way)
+        return f"step {step} waits for groups {late}, which would be too old for the next" if late else None
+
+    def take(self, step: int) -> list[list[Sample]]:
+        must = self.too_old_next(step, self.ready)
+        order = must + [g for g in sorted(self.ready) if g not in set(must)]
+        kept = [self.ready.pop(g) for g in order[:self.cfg.rollout_batch_size]]
+        if self.cfg.mask_offpolicy_in_partial_rollout:
+            for sample in (s for group in kept for s in group):
+                oldest = step - self.cfg.max_staleness
+                sample.loss_mask = [m * (v >= oldest) for m, v in zip(sample.loss_mask, sample.weight_versions)]
+        self.taken, self.held = self.taken + len(kept), self.held - len(kept)
+        there = len(self.ready) + len(self.under_way)
+        assert self.held == there, f"{self.held} groups should be ready or under way, {there} are: one was lost or doubled"
+        return kept
+
+    # ---- Weights and state ---------------------------------------------------------------------------------------------
+    def sync(self, push, version: int) -> dict:
+        answer = super().sync(push, version)
+        if self.tasks:                       # none before the first step
+            self.client.loop.call_soon_threadsafe(self.admit)
+        return answer
+
+    def state_dict(self) -> dict:
+        """At one moment: the data, and the groups that are ready or under way, which a resumed run has first."""
+        async def snapshot():
+            ready = [[s.to_dict() for s in group] for group in self.ready.values()]
+            under_way = [[s.to_dict() for s in group] for group in self.under_way.values()]
+            return {"data": self.data.state_dict(), "ready": ready, "under_way": under_way}
+        return self.client.run(snapshot())
+
+    def load_state_dict(self, state: dict) -> None:
+        self.data.load_state_dict(state["data"])
+        for group in state["ready"]:
+            self.ready[group[0]["group_index"]] = [Sample.from_dict(d) for d in group]
+            self.held += 1
+        self.put_back([[Sample.from_dict(d) for d in group] for group in state["under_way"]])
+
+    def close(self) -> None:
+        async def cancel():
+            for task in list(self.tasks):
+                task.cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.client.run(cancel())
+        super().close()
