@@ -276,7 +276,7 @@ class Trainers:
     def call_all(self, method: str, *args, timeout_s: float | None = None) -> list:
         """The same method on every rank -> each rank's answer. The first rank that fails ends the wait for all."""
         limit_s = timeout_s or self.cfg.train_timeout_s
-        with self.asking:                    # another thread's call (a restarted engine wants weights) in the same order everywhere
+        with self.asking:                    # or two threads' calls (a restarted engine wants weights) cross on their way
             pending = [getattr(actor, method).remote(*args) for actor in self.actors]
         every, end = list(pending), time.monotonic() + limit_s
         while pending:

@@ -5,8 +5,8 @@ agent.py: how does a conversation with tools run, turn by turn?
     mask         1 1 1 1 1 1 1 1      0 0 0 0 0 0 0 0 0 0 0       1 1 1 1 1 1 1
     ids          the engine's own     chat template's text         the engine's own
 
-    tools = [calculator]                             in a run file: a function with type hints and a docstring; a loop of turns then
-    talk = Conversation(args, sample, params)        in a custom_generate_function: one turn at a time
+    tools = [calculator]                         in a run file: functions with type hints and docstrings; turns run in a loop
+    talk = Conversation(args, sample, params)    in a custom_generate_function: one turn at a time
     text = await talk.say(); talk.hear({"role": "user", "content": ...})
 
 What the model wrote is never tokenised again: only what stands between two of its turns is text, written by the chat template
@@ -84,7 +84,7 @@ class Conversation:
         return turn["content"]
 
     def hear(self, *messages: dict) -> bool:
-        """Others' messages, and what asks the assistant for the next turn. False: no room for them, the sample is TRUNCATED."""
+        """Others' messages, and what asks for the assistant's next turn. False: no room for them, the sample is TRUNCATED."""
         sample, args = self.sample, self.args
         *before, turn = sample.turns
         text = chat.reply(args.tokenizer, [*sample.metadata["messages"], *map(plain, before)], plain(turn), list(messages),

@@ -65,9 +65,11 @@ def read_rows(cfg, source) -> tuple[list[dict], Counter]:
 
 
 def refuse_images(messages: list[dict]) -> None:
-    kinds = {part.get("type") for m in messages if isinstance(m.get("content"), list) for part in m["content"]} - {"text", None}
+    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+    kinds = {part["type"] for part in parts} - {"text"}
     if kinds:
-        raise ValueError(f"the messages hold {', '.join(sorted(kinds))}: the trainers compute with text only; leave such rows out")
+        raise ValueError(f"the messages hold {', '.join(sorted(kinds))}, and the trainers compute with text only; leave such "
+                         "rows out (on_bad_line='skip' does, and counts them)")
 
 
 def read_jsonl(cfg, path: str, skipped: Counter) -> list[dict]:
@@ -261,7 +263,8 @@ class DataSource:
     # -- checkpoint
     def state_dict(self) -> dict:
         return {"epoch": self.epoch, "offset": self.offset, "next_group": self.next_group, "next_index": self.next_index,
-                "buffer_dropped": self.buffer_dropped, "rows": len(self.prompts), "buffer": [[s.to_dict() for s in group] for group in self.buffer],
+                "buffer_dropped": self.buffer_dropped, "rows": len(self.prompts),
+                "buffer": [[s.to_dict() for s in group] for group in self.buffer],
                 "examples": self.examples.state_dict() if self.examples else None}
 
     def load_state_dict(self, state: dict) -> None:

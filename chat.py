@@ -79,12 +79,14 @@ def reply(tokenizer, messages: list[dict], turn: dict, heard: list[dict], ended:
         marked = render(tokenizer, [*messages, stand_in, *(with_content(m, mark) for m in heard)], tools, True, **kwargs)
         if word in drawn and marked.rpartition(word)[2].count(mark) == len(heard):
             return re.sub(rf"^\s*(?:{special})", "", text, count=1) if ended else text
-    raise ValueError(f"the chat template does not write {[m['role'] for m in heard]} after an assistant's turn; is it made for "
-                     "tools? Else answer with role 'user'")
+    roles = [m["role"] for m in heard]
+    raise ValueError(f"the chat template does not write {roles} after an assistant's turn; is it made for tools? Else answer "
+                     "with role 'user'")
 
 
 def special_tokens(tokenizer) -> set[str]:
-    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {*tokenizer.all_special_tokens}
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return added | {*tokenizer.all_special_tokens}
 
 
 # ---- One turn -------------------------------------------------------------------------------------------------------

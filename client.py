@@ -28,6 +28,8 @@ from configs.base import Config
 from engines import EngineError
 from sample import Sample, Status
 
+COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "spec_num_correct_drafts", "spec_num_proposed_drafts",
+           "spec_verify_ct")                 # of SGLang's meta_info
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}     # SGLang's finish_reason
 
 
@@ -101,8 +103,7 @@ class Client:
         sample.append([pair[1] for pair in pairs], [pair[0] for pair in pairs], version=int(meta.get("weight_version") or 0))
         if self.cfg.use_rollout_routing_replay:
             keep_routes(sample, meta)
-        for key in ("prompt_tokens", "cached_tokens", "completion_tokens", "spec_num_correct_drafts", "spec_num_proposed_drafts",
-                    "spec_verify_ct"):
+        for key in COUNTED:
             self.counts[key] += meta.get(key, 0)
         finish = meta["finish_reason"]
         sample.status = STATUS[finish["type"]]
@@ -155,7 +156,7 @@ class Client:
                           "request_timeout_s higher if they only were slow")
 
     async def post(self, url: str, payload: dict) -> dict:
-        """Upstream's way to ask: the router's /generate, whole also where a sync of the weights cuts it; or any other server."""
+        """Upstream's way to ask: the router's /generate, whole also where a sync of the weights cuts it; or another server."""
         if url != self.engines.router_url + "/generate":
             return await self.post_elsewhere(url, payload)
         params = {"max_new_tokens": 128} | payload.get("sampling_params", {})    # SGLang's default
@@ -167,7 +168,8 @@ class Client:
             own = params | {"max_new_tokens": params["max_new_tokens"] - len(done)}
             out = await self.request(rest | {"input_ids": list(ids) + done, "sampling_params": own})
             done, pairs = done + out["output_ids"], pairs + (out["meta_info"].get("output_token_logprobs") or [])
-            if out["meta_info"]["finish_reason"]["type"] != "abort" or self.holds == holds or len(done) >= params["max_new_tokens"]:
+            cut = out["meta_info"]["finish_reason"]["type"] == "abort" and self.holds > holds
+            if not cut or len(done) >= params["max_new_tokens"]:
                 break
         if len(done) > len(out["output_ids"]):
             out["text"] = self.tokenizer.decode(done, skip_special_tokens=params.get("skip_special_tokens", True))
@@ -189,7 +191,7 @@ class Client:
                 problem = f"{type(error).__name__}: {error}"
             await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
         raise EngineError(f"{url}: no answer in {self.cfg.request_retries + 1} tries, last {problem}; is the server alive? Else "
-                          "set request_retries or request_timeout_s higher")
+                          "raise request_retries or request_timeout_s")
 
     async def ask_teacher(self, sample: Sample) -> None:
         """sample.teacher_log_probs, by an SGLang server that reads the sample and adds nothing."""
@@ -202,7 +204,7 @@ class Client:
             async with self.teacher_slots:
                 out = await self.post_elsewhere(f"{self.cfg.opd_teacher_url}/generate", payload)
         except EngineError as error:
-            raise EngineError(f"sample {sample.index}: the teacher gave no log-probs; is it an SGLang server? {error}") from error
+            raise EngineError(f"sample {sample.index}: the teacher gave no log-probs; an SGLang server? {error}") from error
         pairs = out["meta_info"]["input_token_logprobs"][-n:]    # [(log-prob, token id, text)]
         # NOTE: SGLang 0.5.17 reports the vocabulary's last id as 0 there, with the right log-prob.
         assert len(pairs) == n and all(pair[1] in (token, 0) for pair, token in zip(pairs, sample.tokens[first:])), (
@@ -231,7 +233,7 @@ class Client:
         return answer
 
     def watched(self, push: Callable[[], dict]) -> dict:
-        """push(); an engine that hangs meanwhile is killed, so that push() has an error and need not wait for its time limit."""
+        """push(); an engine that hangs meanwhile is killed: so push() has an error, and need not wait for its time limit."""
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             answer = pool.submit(push)
             while not concurrent.futures.wait([answer], self.cfg.health_check_interval_s).done:
@@ -281,7 +283,7 @@ class Client:
                 await self.mend()
 
     async def mend(self) -> list[int]:
-        """Restart a dead router, replace dead engines and give them the current weights -> their ranks. Only under `mending`."""
+        """Restart a dead router, replace dead engines, give them the trainers' weights -> their ranks. Only under `mending`."""
         self.mends += 1
         dead = await asyncio.to_thread(self.engines.check)
         if not await asyncio.to_thread(self.engines.check_router, dead):

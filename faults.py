@@ -3,8 +3,8 @@ faults.py: how does a run live through a death? Kills what inject_faults names, 
 
     inject_faults = dict(engine_0=3, router=[5, 9], reward_worker=7, hang_engine_1=8)        in a run file
 
-What must follow (client.py, workers.py): the engine or router is started again, has the trainers' weights, and what it was asked
-is asked again; the reward is scored by a new process; no group is lost. The moment within the step is random, drawn from
+What must follow (client.py, workers.py): engine or router are started again, have the trainers' weights, and what they were
+asked is asked again; the reward is scored by a new process; no group is lost. The moment within the step is random, drawn from
 rollout_seed and the step, up to the last step's length: it may be while samples are made, trained, or weights sent.
 
 Test:  python benchmarks/soak.py            hundreds of steps with a kill every ten

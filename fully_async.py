@@ -7,8 +7,8 @@ fully_async.py: how does generation run on while training goes on? A pool of gro
 
 How staleness stays within max_staleness (h below), in weight updates between a sample's oldest trained token and its training:
  1. Batch s is trained at version s. A group is only begun at version v while fewer than (v + h + 1) * P groups are trained,
-    ready or under way (P = rollout_batch_size): so there is room for it in the batches up to v + h (AReaL 2505.24298, sec. 5.1).
- 2. Batch s takes first, and waits for, what would be too old for batch s + 1: at most P groups, by 1. So nothing is ever thrown
+    ready or under way (P = rollout_batch_size): so there is room for it in the batches up to v + h (AReaL 2505.24298, 5.1).
+ 2. Batch s takes first, and waits for, what would be too old for batch s + 1: at most P groups, by 1. So nothing is thrown
     away for its age. With mask_offpolicy_in_partial_rollout it does not wait; tokens too old are context then, not trained.
 
 Test:  pytest tests/test_fully_async.py
@@ -96,9 +96,9 @@ class FullyAsyncRollout(Rollout):
                 raise self.error
             if not self.under_way:
                 if self.outcomes["asked"] >= cfg.max_batches_asked * cfg.rollout_batch_size:
-                    raise RuntimeError(f"{waiting}; {self.outcomes['asked']} groups were asked for: {dict(self.outcomes)}, dropped "
-                                       f"{dict(self.drops)}; the task is too hard, too easy, or broken: change the prompts or "
-                                       "the dynamic_sampling_filter, or set max_batches_asked higher")
+                    raise RuntimeError(f"{waiting}; since the last one {dict(self.outcomes)}, dropped {dict(self.drops)}; the "
+                                       "task is too hard, too easy, or broken: change the prompts or the "
+                                       "dynamic_sampling_filter, or set max_batches_asked higher")
                 break                        # the data has ended
             await self.changed.wait()
         kept = self.take(step)

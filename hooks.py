@@ -123,13 +123,13 @@ def complete(sample: Sample, version: int) -> None:
     """
     n = sample.response_length
     if sample.status == Status.FAILED:
-        raise RewardError(f"sample {sample.index}: custom_generate_function gave it up (FAILED); return ABORTED to have it asked "
-                          "again, or leave its group out and count it with on_reward_error='skip'")
+        raise RewardError(f"sample {sample.index}: custom_generate_function gave it up (FAILED); return ABORTED to have it "
+                          "asked again, or leave its group out and count it with on_reward_error='skip'")
     if not sample.loss_mask:
         sample.loss_mask = [1] * n
     if any(sample.loss_mask) and not sample.rollout_log_probs:
-        raise ValueError(f"sample {sample.index}: custom_generate_function set no rollout_log_probs for its trained tokens; ask "
-                         "with return_logprob=True, and take meta_info['output_token_logprobs']")
+        raise ValueError(f"sample {sample.index}: custom_generate_function set no rollout_log_probs for its trained tokens; "
+                         "ask with return_logprob=True, and take meta_info['output_token_logprobs']")
     if len(sample.weight_versions) != n:
         sample.weight_versions = [version] * n
     sample.check()
@@ -188,15 +188,15 @@ def train_data(raw: dict, samples: list[Sample], rewards: list[float]) -> dict[s
                rollout_log_probs=[s.rollout_log_probs or [0.0] * s.response_length for s in samples])
     for key, values in own.items():
         if len(given.setdefault(key, values)) != n:
-            raise ValueError(f"custom_convert_samples_to_train_data returned {n} tokens for {len(samples)} samples; give {key} too")
+            raise ValueError(f"custom_convert_samples_to_train_data: {n} tokens for {len(samples)} samples; give {key} too")
     kinds = dict(tokens=torch.int64, loss_masks=torch.int64, rollout_log_probs=torch.float32)
     for key, dtype in kinds.items():
         given[key] = [torch.as_tensor(one, dtype=dtype) for one in given[key]]
     for i, (tokens, length, mask, logp) in enumerate(zip(*(given[k] for k in ("tokens", "response_lengths", "loss_masks",
                                                                              "rollout_log_probs")))):
         if not len(mask) == len(logp) == length < len(tokens):
-            raise ValueError(f"custom_convert_samples_to_train_data, sample {i}: {len(tokens)} tokens, response_length {length}, "
-                             f"{len(mask)} loss_masks, {len(logp)} rollout_log_probs; masks and log-probs are of the response")
+            raise ValueError(f"custom_convert_samples_to_train_data, row {i}: {len(tokens)} tokens, response_length {length}, "
+                             f"loss_mask {len(mask)}, rollout_log_probs {len(logp)}; the last three are of the response")
     return given
 
 
@@ -206,8 +206,8 @@ class OwnData:
 
     def __init__(self, cfg, tokenizer, context_len: int, run_dir):
         self.cfg, self.tokenizer, self.context_len = cfg, tokenizer, context_len
-        args = types.SimpleNamespace(**vars(cfg), tokenizer=tokenizer, context_len=context_len, save=str(run_dir / "checkpoints"),
-                                     load=str(run_dir / "checkpoints"))
+        folder = str(run_dir / "checkpoints")
+        args = types.SimpleNamespace(**vars(cfg), tokenizer=tokenizer, context_len=context_len, save=folder, load=folder)
         self.own, self.examples, self.skipped = cfg.data_source(args), None, {}
         self.next_group, self.next_index, self.steps = 0, 0, 0
 
@@ -219,7 +219,7 @@ class OwnData:
         groups = self.own.get_samples(num_samples)
         for group in groups:
             if not group or not isinstance(group[0], Sample):
-                raise ValueError("data_source.get_samples must return groups, lists of hooks.Sample; wrap each group in a list")
+                raise ValueError("data_source.get_samples must return groups, lists of hooks.Sample; wrap each in a list")
             number = self.next_group if group[0].group_index is None else group[0].group_index
             self.next_group = max(self.next_group, number + 1)
             for sample in group:

@@ -100,7 +100,8 @@ class Rollout:
         try:
             if self.cfg.rollout_function is None:
                 return await self.fill_batch(step, monitor)
-            begin, work = time.perf_counter(), asyncio.create_task(hooks.call(self.cfg.rollout_function, self.args, step, self.data))
+            begin = time.perf_counter()
+            work = asyncio.create_task(hooks.call(self.cfg.rollout_function, self.args, step, self.data))
             await asyncio.wait([work, monitor], return_when=asyncio.FIRST_COMPLETED)
             groups, metrics = hooks.train_output(work.result() if work.done() else monitor.result())
             return self.finish(step, groups, Counter(), Counter(), time.perf_counter() - begin, metrics)
@@ -307,7 +308,8 @@ class Rollout:
             if not limit.expired():          # the hook's own
                 raise
             raise TimeoutError(f"sample {sample.index}: {getattr(hook, '__qualname__', hook)} was not done in "
-                               f"{cfg.generate_timeout_s:.0f} s; does a tool hang? Else set generate_timeout_s higher") from error
+                               f"{cfg.generate_timeout_s:.0f} s; does a tool hang? Else set generate_timeout_s "
+                               "higher") from error
         samples = out if isinstance(out, list) else [out]
         for one in samples:
             hooks.complete(one, version)

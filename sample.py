@@ -116,7 +116,8 @@ class Sample:
         """Plain data that stays as it is while the sample grows."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         own = {key: value.copy() if isinstance(value, list) else value for key, value in own.items()}
-        return own | {"status": self.status.value, "metadata": copy.deepcopy(self.metadata), "turns": copy.deepcopy(self.turns)}
+        deep = {"metadata": copy.deepcopy(self.metadata), "turns": copy.deepcopy(self.turns)}
+        return own | deep | {"status": self.status.value}
 
     @staticmethod
     def from_dict(d: dict) -> "Sample":

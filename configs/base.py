@@ -127,8 +127,8 @@ class Config:
     request_retries: int = 3                 # after an engine died under it
     max_engine_restarts: int = 3             # in a whole run; then the run says why and ends
     health_check_interval_s: float | None = None     # an engine silent for three of these is restarted; None: 10, a CPU 60
-    inject_faults: dict = field(default_factory=dict)    # step or list of steps at which faults.py kills something, to watch
-    #                                          the run recover: dict(engine_0=3, router=[5, 9], reward_worker=7, hang_engine_1=8)
+    inject_faults: dict = field(default_factory=dict)    # whom faults.py kills, and at which step or steps, to watch the run
+    #                                          recover: dict(engine_0=3, router=[5, 9], reward_worker=7, hang_engine_1=8)
     rollout_quantization: Literal["fp8"] | None = None   # engines hold fp8 weights in blocks of 128 x 128; trainers do not
     sglang: dict = field(default_factory=dict)  # any field of SGLang's ServerArgs
 
@@ -137,7 +137,7 @@ class Config:
     custom_rm: Callable | str | None = None  # [async] (args, sample) -> float | dict; with group_rm: (args, samples) -> list
     group_rm: bool = False
     rm_url: str | None = None                # for rm_type="remote_rm"
-    custom_reward_post_process: Callable | str | None = None     # (args, samples) -> (raw_rewards, rewards), for the groups' mean
+    custom_reward_post_process: Callable | str | None = None # (args, samples) -> (raw_rewards, rewards): your own comparison
     reward_key: str | None = None            # which entry of a dict reward is trained on
     eval_reward_key: str | None = None       # which one is evaluated; None: reward_key
     reward_timeout_s: float = 30.0           # for one sample's score

@@ -19,8 +19,8 @@ from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, dp_size, e
 def validate(cfg: Config) -> None:
     """Every rule that can be checked without starting anything. Each message ends with the remedy."""
     need(cfg.hf_checkpoint, "hf_checkpoint is not set; give a Hugging Face folder, a hub name or a run file")
-    need(cfg.prompt_data or cfg.data_source, "prompt_data is not set; give a .jsonl or .parquet file, dict(reasoning_gym=...) or "
-         "a function, or a class of your own as data_source")
+    need(cfg.prompt_data or cfg.data_source, "prompt_data is not set; give a .jsonl or .parquet file, dict(reasoning_gym=...) "
+         "or a function, or a class of your own as data_source")
     need(not (cfg.prompt_data and cfg.data_source), "data_source takes prompt_data's place; remove one of the two")
     need(cfg.num_rollout is not None or not cfg.data_source, "how long is an epoch of data_source? set num_rollout")
     need(cfg.num_rollout is not None or cfg.num_epoch is not None,
@@ -96,10 +96,10 @@ def validate_batch(cfg: Config) -> None:
     if cfg.fully_async:
         need(not cfg.colocate, "fully_async trains and generates at the same time, and colocated sides take turns; set "
              "colocate=False and give the engines GPUs of their own (rollout_num_gpus)")
-        need(not cfg.async_mode, "async_mode updates weights between batches, fully_async in the middle of answers; set one of them")
+        need(not cfg.async_mode, "async_mode updates weights between batches, fully_async in the middle of answers; set one")
         need(cfg.loss_type != "sft", "fully_async has nothing to generate with loss_type='sft'; remove it")
-        need(cfg.max_staleness >= 1, f"fully_async with max_staleness={cfg.max_staleness} could only generate while nothing is "
-             "trained; set max_staleness=1 or more, or fully_async=False")
+        need(cfg.max_staleness >= 1, f"fully_async with max_staleness={cfg.max_staleness} could only generate while nobody "
+             "trains; set max_staleness=1 or more, or fully_async=False")
         need(not cfg.rollout_function, "rollout_function makes a step's samples itself; remove fully_async")
     per_rollout, steps, gbs = cfg.rollout_batch_size * samples_per_group(cfg), cfg.num_steps_per_rollout, cfg.global_batch_size
     need(gbs * steps == per_rollout, f"global_batch_size {gbs} * num_steps_per_rollout {steps} != rollout_batch_size "
@@ -124,37 +124,39 @@ def validate_generation(cfg: Config) -> None:
     """Tools, hooks that replace others, and faults."""
     if cfg.tools:
         need(cfg.apply_chat_template, "tools are written into the prompt by the chat template; set apply_chat_template=True")
-        need(cfg.tool_call_parser, "how does the model write a call? set tool_call_parser: 'qwen25' (Qwen, SmolLM, Hermes: JSON in "
+        need(cfg.tool_call_parser, "how does the model write a call? set tool_call_parser: 'qwen25' (Qwen, Hermes: JSON in "
              "<tool_call>), 'llama3', 'glm45', 'deepseekv3', 'kimi_k2', ... (python -m sglang.launch_server --help has all)")
         need(not cfg.custom_generate_function, "custom_generate_function runs the conversation itself; remove tools, or call "
              "agent.converse(args, sample, sampling_params, tools=[...]) in it")
-        need(cfg.loss_type != "sft", "tools has no effect with loss_type='sft' (give the rows' descriptions by tool_key); remove it")
+        need(cfg.loss_type != "sft", "tools are called by no one with loss_type='sft'; describe them in the rows (tool_key)")
         for tool in cfg.tools:
-            need(callable(tool) and getattr(tool, "__name__", "<lambda>") != "<lambda>", f"tools: {tool!r} is not a named function")
+            named = callable(tool) and getattr(tool, "__name__", "<lambda>") != "<lambda>"
+            need(named, f"tools: {tool!r} is not a named function; write it with def")
             try:
                 from transformers.utils import get_json_schema
                 get_json_schema(tool)
             except Exception as error:       # of transformers: it says what is missing
-                raise ValueError(f"tools: {tool.__name__} needs type hints and a docstring with an Args: section, from which the "
-                                 f"model learns how to call it ({str(error).strip()})") from error
+                raise ValueError(f"tools: {tool.__name__} needs type hints and a docstring with an Args: section, from which "
+                                 f"the model learns how to call it ({str(error).strip()})") from error
     else:
         need(not cfg.tool_call_parser, "tool_call_parser has no effect without tools; remove it")
     need(cfg.max_turns > 0, f"max_turns={cfg.max_turns} must be positive; set it to 1 or more")
-    for key in ("custom_generate_function", "tools", "dynamic_sampling_filter", "buffer_filter") if cfg.rollout_function else ():
-        need(not getattr(cfg, key), f"rollout_function makes the samples itself, so {key} would not be called; remove one of the two")
+    skipped = ("custom_generate_function", "tools", "dynamic_sampling_filter", "buffer_filter", "partial_rollout")
+    for key in skipped if cfg.rollout_function else ():
+        need(not getattr(cfg, key), f"rollout_function makes the samples itself, so {key} has no effect; remove one")
     if cfg.custom_convert_samples_to_train_data:
         for key in ("sft_data", "opd_teacher_url", "use_rollout_routing_replay"):
-            need(not getattr(cfg, key), f"{key} needs what custom_convert_samples_to_train_data does not give; remove one of the two")
-    need(not cfg.inject_faults or cfg.loss_type != "sft", "inject_faults strikes engines and rewards, and loss_type='sft' has none")
+            need(not getattr(cfg, key), f"{key} needs what custom_convert_samples_to_train_data does not give; remove one")
+    need(not cfg.inject_faults or cfg.loss_type != "sft", "inject_faults strikes engines, and loss_type='sft' has none")
     steps = cfg.num_rollout
     for name, when in cfg.inject_faults.items():
         kind = re.fullmatch(r"(hang_)?engine_(\d+)|router|reward_worker", name)
         need(kind, f"inject_faults[{name!r}]: name engine_0, hang_engine_0 (or another rank), router or reward_worker")
         engines = cfg.rollout_num_gpus // cfg.rollout_num_gpus_per_engine
-        need(not kind[2] or int(kind[2]) < engines, f"inject_faults[{name!r}]: there are {engines} engines, engine_0 the first")
+        need(not kind[2] or int(kind[2]) < engines, f"inject_faults[{name!r}]: there are {engines} engines, engine_0 is first")
         for step in when if isinstance(when, list) else [when]:
-            need(isinstance(step, int) and 0 <= step < (steps or math.inf), f"inject_faults[{name!r}]={when!r}: give a step, or a "
-                 f"list of steps, from 0 to {(steps or 1) - 1}")
+            need(isinstance(step, int) and 0 <= step < (steps or math.inf),
+                 f"inject_faults[{name!r}]={when!r}: give a step, or a list of steps, from 0 to {(steps or 1) - 1}")
 
 
 def validate_algorithm(cfg: Config) -> None:

@@ -346,8 +346,15 @@ def test_a_malformed_sample_of_a_hook_is_refused(make):
     async def forgets_the_mask(args, sample, sampling_params):
         sample.tokens, sample.response_length = sample.tokens + [5, 6], 2
         return sample
-    with pytest.raises(ValueError, match="loss_mask has 0 entries for 2 response tokens; extend responses with sample.append"):
+    with pytest.raises(ValueError, match="set no rollout_log_probs for its trained tokens; ask with return_logprob=True"):
         make(custom_generate_function=forgets_the_mask).generate(0)
+
+    async def masks_one_too_many(args, sample, sampling_params):
+        sample = await args.generate(sample, sampling_params)
+        sample.loss_mask = [0] + sample.loss_mask
+        return sample
+    with pytest.raises(ValueError, match=r"loss_mask has \d+ entries for \d+ response tokens; extend responses with sample.append"):
+        make(custom_generate_function=masks_one_too_many).generate(0)
 
 
 def test_a_hook_that_hangs_or_gives_up(make):
@@ -404,7 +411,7 @@ def test_a_teacher_behind_a_server(make, engines, reference):
         assert_log_probs(reference, s)
     assert result.rewards == [0.0] * 12
     nobody = make(use_opd=True, opd_teacher_url="http://127.0.0.1:9", request_retries=0)
-    with pytest.raises(EngineError, match="teacher at http://127.0.0.1:9 gave no log-probs in 1 tries.*an SGLang server"):
+    with pytest.raises(EngineError, match="the teacher gave no log-probs.*http://127.0.0.1:9/generate: no answer in 1 tries"):
         nobody.generate(0)
 
 
