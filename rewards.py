@@ -2,35 +2,41 @@
 rewards.py: how is an answer scored? A finished sample goes in, a finite float comes out, or a dict that holds one.
 
     Sample --score()--+-- async hook, remote_rm: awaited on the event loop, at most reward_timeout_s --+--> float | dict
-                      +-- thread i --job--> process i: plain hook or grader below, same limit ---------+--> RewardError
+                      +-- thread i --job--> process i: plain hook or grader, same limit ---------------+--> RewardError
 Use:   rewarder = Rewarder(cfg.reward_workers); await rewarder.score(cfg, sample)    Test:  pytest tests/test_rewards.py
 Knows nothing about: Ray, SGLang, tensors; of a Sample only prompt, response, label, metadata, index, and only to read.
 Left out on purpose: turning an exception into 0.0, because a broken grader would look like a bad policy (rollout.py
-decides by on_reward_error); a guard for an `async def` that blocks or ignores its cancellation (use a `def`); ifbench.
+decides by on_reward_error); a guard for an `async def` that blocks or ignores its cancellation (use a `def`).
+What is right, say the graders of graders.py.
 """
 import asyncio
-import difflib
 import faulthandler
 import functools
 import math
 import os
-import random
-import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from types import SimpleNamespace
 
 import cloudpickle
 
+from graders import GRADERS, INLINE, NEEDS_LABEL, SETTINGS, SLOW_IMPORTS, check_rm_type, grader_view
+
 
 class RewardError(RuntimeError):
     """A score that could not be made; the message names sample, reward function, cause and remedy."""
+
+
+class Killed(RewardError):
+    """The process was ended by a signal that was not ours: the OOM killer, a user, a crash in C."""
 
 
 # ---- What rollout.py uses --------------------------------------------------------------------------------------------
@@ -43,7 +49,9 @@ class Rewarder:
     def __init__(self, workers: int):
         # A thread only waits for a process, with a limit, so it cannot hang. The process runs the code that can.
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self.idle = deque(Worker() for _ in range(workers))  # last in, first out: warm processes first
+        self.workers = [Worker() for _ in range(workers)]
+        self.idle = deque(self.workers)      # last in, first out: warm processes first
+        self.restarts = 0                    # processes that somebody killed; written on the event loop only
         self.pickled = {}  # id(cfg) -> (cfg, bytes of (cfg, hook)): made once, because cfg is read-only
 
     async def score(self, cfg, sample, reward_key=None, **kw) -> float | dict | list:
@@ -58,16 +66,23 @@ class Rewarder:
         try:
             name = None if hook else check_rm_type(rm)
             fn, sample, kw = (hook, sample, kw) if hook else (GRADERS[name], grader_view(sample, boxed=rm != name), {})
-            if name in ("exact", "math", "deepscaler", "dapo", "f1") and not sample.gold:
+            if name in NEEDS_LABEL and not sample.gold:
                 raise ValueError("the label is empty; check label_key and this line of the data")
             if asyncio.iscoroutinefunction(fn) or asyncio.iscoroutinefunction(getattr(fn, "__call__", None)):
                 return to_reward(await asyncio.wait_for(fn(cfg, sample, **kw), limit_s), n, key)
-            if name in INLINE:
+            if name in INLINE and len(sample.response) < 100_000:
                 return to_reward(fn(cfg, sample), n, key)
             if hook and id(cfg) not in self.pickled:
                 self.pickled[id(cfg)] = cfg, cloudpickle.dumps((cfg, hook))  # by value: closures and lambdas too
-            job = cloudpickle.dumps((name or self.pickled[id(cfg)][1], sample, kw, n, key, limit_s))
-            return await asyncio.get_running_loop().run_in_executor(self.threads, self._ask, job, limit_s)
+            settings = SimpleNamespace(**{field: getattr(cfg, field) for field in SETTINGS.get(name, ())})
+            job = cloudpickle.dumps((name or self.pickled[id(cfg)][1], settings, sample, kw, n, key, limit_s))
+            for last in (False, True):
+                try:
+                    return await asyncio.get_running_loop().run_in_executor(self.threads, self._ask, job, limit_s)
+                except Killed as error:      # once more, in a new process; a time-out is not repeated
+                    self.restarts += 1
+                    if last:
+                        raise RewardError(f"{error}, and so did the new one that was given the job again") from error
         except Exception as error:  # user code and HTTP, so any kind; our own cancellation is no Exception and passes
             cause = error if isinstance(error, RewardError) else describe(error)
             raise RewardError(f"no reward for sample {index} from {rm} (limit {limit_s:g} s): {cause}; fix function or "
@@ -80,10 +95,14 @@ class Rewarder:
         finally:
             self.idle.append(worker)
 
+    def pids(self) -> list[int]:
+        """Of the worker processes that live now."""
+        return [process.pid for worker in self.workers if (process := worker.process) and process.poll() is None]
+
     def close(self):
         """End the processes. Scores that run are waited for (at most their limit), queued ones are cancelled."""
         self.threads.shutdown(cancel_futures=True)
-        for worker in self.idle:
+        for worker in self.workers:
             worker.kill()
 
 
@@ -104,16 +123,24 @@ class Worker:
     def call(self, job, limit_s, load_s=300):  # load_s: to import what a hook needs (torch?) before its clock starts
         if not self.process:
             self.start()
-        start_s = time.monotonic()
+        start_s, wait_s = time.monotonic(), limit_s + load_s  # serve() ends itself at limit_s: this is for a stopped one
+        with socket.socket(fileno=os.dup(self.conn.fileno())) as pipe:
+            for side in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):      # for each piece of a long message
+                pipe.setsockopt(socket.SOL_SOCKET, side, struct.pack("ll", int(wait_s), int(wait_s % 1 * 1e6)))
         try:
             self.conn.send_bytes(job)
-            if not self.conn.poll(limit_s + load_s):  # serve() ends itself at limit_s: this is for a stopped process
-                raise EOFError
+            if not self.conn.poll(wait_s):
+                raise BlockingIOError
             value, failure = cloudpickle.loads(self.conn.recv_bytes())
-        except (EOFError, OSError):
+        except BlockingIOError:
+            self.kill()
+            failure = f"timed out: its process was silent for {wait_s:g} s"
+        except (EOFError, OSError) as error:
             late, code = time.monotonic() - start_s >= limit_s, self.kill()
-            hung = late and code in (1, -signal.SIGKILL)  # faulthandler exits with 1; -9 is our own kill
-            failure = "timed out, its stack is on stderr" if hung else f"died with exit code {code}"
+            if code < 0:
+                raise Killed(f"its process died with exit code {code} ({signal.Signals(-code).name})") from error
+            # faulthandler's clock exits with 1
+            failure = "timed out, its stack is on stderr" if late and code == 1 else f"died with exit code {code}"
         if failure:
             raise RewardError(failure)
         return value
@@ -121,7 +148,10 @@ class Worker:
     def kill(self):
         process, self.process = self.process, None
         if process:
-            os.killpg(process.pid, signal.SIGKILL)  # the group: a sandbox that the hook started goes too
+            try:
+                os.killpg(process.pid, signal.SIGKILL)  # the group: what the hook started goes too
+            except ProcessLookupError:       # nobody is left of it
+                pass
             return process.wait()
 
 
@@ -134,8 +164,8 @@ def serve(fd):
         except (EOFError, OSError):
             return
         try:
-            what, sample, kw, n, key, limit_s = cloudpickle.loads(job)
-            cfg, fn = load(what) if isinstance(what, bytes) else (None, GRADERS[what])
+            what, settings, sample, kw, n, key, limit_s = cloudpickle.loads(job)
+            cfg, fn = load(what) if isinstance(what, bytes) else (settings, GRADERS[what])
             __import__(SLOW_IMPORTS.get(what, "math"))  # 0.4 s, 1.3 s; or nothing new
             # The clock: a C thread that prints the stack and exits. It needs neither GIL nor signal, so it also ends a
             # regex or a sympy call that never returns, even when the trainer is already gone.
@@ -166,89 +196,3 @@ def to_reward(value, n, key):
 def describe(error):
     where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-3:]]
     return f"{type(error).__name__}: {error} ({' > '.join(where)})"
-
-
-# ---- Graders: (cfg, sample) -> number or dict, like a custom_rm ------------------------------------------------------
-# FORK POINT: to add one, write the function and name it in GRADERS. It may hang or crash: it runs in a worker process.
-def grader_view(sample, boxed):
-    """What a grader sees: the sample without its tokens, taken apart. boxed: the box is the whole response."""
-    view = {key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata", "index")}
-    view["answer"] = sample.response.rsplit("</think>", 1)[-1]  # all of it when there is no thinking
-    view["box"] = last_boxed(view["answer"])
-    view["gold"] = "" if sample.label is None else str(sample.label).strip()
-    return SimpleNamespace(**view | (dict(response=view["box"] or "", answer=view["box"] or "") if boxed else {}))
-
-def last_boxed(text):
-    # What the last \boxed{} holds, nested braces included; None without one, and when the response ends inside it.
-    start, depth = text.rfind(r"\boxed{") + len(r"\boxed"), 0
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL) if r"\boxed{" in text else ():  # "\{" does not nest
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[start + 1:start + brace.start()].strip()
-
-def math_(cfg, sample, box=None):
-    # An answer that math-verify cannot read is wrong; a label that it cannot read is a mistake in the data.
-    from math_verify import parse, verify  # brings sympy: only worker processes pay
-    box, never_s = box or sample.box, 10**6  # s; its own SIGALRM limit turns a hang into "wrong", ours into an error
-    gold = sample.gold if "boxed{" in sample.gold or "$" in sample.gold else rf"\boxed{{{sample.gold}}}"
-    if not (want := parse(gold, parsing_timeout=never_s)):
-        raise ValueError(f"math-verify cannot read the label {sample.label!r:.200}")
-    text = sample.answer[-2000:] if box is None else rf"\boxed{{{box}}}"  # no box: the last expression near the end
-    return verify(want, parse(text, parsing_timeout=never_s), timeout_seconds=never_s)
-
-def dapo(cfg, sample):
-    # 2503.14476, eq. 7: +1 or -1. There normalised strings are compared, here values: 0.5 equals 1/2.
-    pred = (re.findall(r"(?i)answer\s*:[ \t]*([^\n]+)", sample.response) or [""])[-1].strip(" *$\t").rstrip(" *$.")
-    acc = pred != "" and math_(cfg, sample, pred)
-    return {"score": 2.0 * acc - 1, "acc": acc, "pred": pred or "[INVALID]"}
-
-def f1(cfg, sample):
-    # SQuAD (1606.05250, sec. 6.1) on bags of words: 2PR / (P + R) = 2 common / (n_want + n_got)
-    want, got = (Counter(re.sub(r"\b(a|an|the)\b", " ", re.sub(r"[!-/:-@\[-`{-~]", "", text.lower())).split())
-                 for text in (sample.gold, sample.response))  # lower case, no ASCII punctuation, no articles
-    return 2 * (want & got).total() / (want.total() + got.total()) if want and got else want == got
-
-def gpqa(cfg, sample):
-    texts, letters = list(sample.metadata.get("choices") or ()), "ABCDEFGHIJ"  # texts in the order of the letters
-    right = letters[texts.index(sample.label)] if sample.label in texts else sample.gold
-    right = str(sample.metadata.get("correct_letter") or right).strip("() .").upper()
-    if len(right) != 1 or right not in letters:
-        raise ValueError(f"{right!r:.200} is no letter; give metadata correct_letter, or choices that hold the label")
-    said = (re.findall(r"\b([A-J])\b", sample.box or "") or re.findall(r"(?m)^\W*([A-J])\W*$", sample.answer)
-            or re.findall(r"(?i:answer)(?i:\s+is)?[\s:*($]*([A-J])\b", sample.answer))  # most explicit form first
-    return said[-1:] == [right]
-
-def reasoning_gym(cfg, sample, scorers={}):  # scorers: kept per process, because making one takes up to 0.4 s
-    import reasoning_gym as gym
-    name, answers = sample.metadata["source_dataset"], re.findall(r"(?s)<answer>(.*?)</answer>", sample.answer)
-    scorers[name] = scorers.get(name) or gym.get_score_answer_fn(name)
-    return scorers[name]((answers or [sample.answer])[-1].strip(), sample.metadata["entry"])
-
-async def remote_rm(cfg, sample):
-    import aiohttp
-    if not cfg.rm_url:
-        raise ValueError("rm_url is not set")
-    body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    async with aiohttp.ClientSession(raise_for_status=True) as session:
-        for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0):  # of the limit, waited before the next try; 0: that was the last
-            try:
-                return await (await session.post(cfg.rm_url, json=body)).json(content_type=None)
-            except aiohttp.ClientError:
-                if not share:
-                    raise
-            await asyncio.sleep(share * cfg.reward_timeout_s)
-
-GRADERS = {"math": math_, "dapo": dapo, "f1": f1, "gpqa": gpqa, "reasoning_gym": reasoning_gym, "remote_rm": remote_rm,
-           "exact": lambda cfg, sample: sample.response.strip() == sample.gold,
-           "deepscaler": lambda cfg, sample: sample.box is not None and math_(cfg, sample),  # the format is a must
-           "random": lambda cfg, sample: random.Random(f"{sample.index} {sample.response}").randint(0, 1)}  # repeatable
-INLINE = {"exact", "f1", "random"}  # linear in the response, so they cannot hang; a trip to a worker takes 10 times longer
-SLOW_IMPORTS = dict(math="math_verify", deepscaler="math_verify", dapo="math_verify", reasoning_gym="reasoning_gym")
-
-def check_rm_type(name):
-    """The grader without "boxed_"; ValueError for an unknown one. configs/base.py asks before any GPU is touched."""
-    if (grader := str(name).removeprefix("boxed_")) in GRADERS:
-        return grader
-    near = difflib.get_close_matches(grader, GRADERS, 1, 0.0)[0]
-    raise ValueError(f"unknown rm_type {name!r}; did you mean {near!r}? There are {', '.join(GRADERS)}, each also as "
-                     "boxed_<name>; a function of your own goes in custom_rm")

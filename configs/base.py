@@ -133,7 +133,7 @@ class Config:
     sglang: dict = field(default_factory=dict)  # any field of SGLang's ServerArgs
 
     # ---- rewards ---------------------------------------------------------------------------------------------------
-    rm_type: str | None = None               # a built-in grader of rewards.py; a row's metadata["rm_type"] goes first
+    rm_type: str | None = None               # a built-in grader of graders.py; a row's metadata["rm_type"] goes first
     custom_rm: Callable | str | None = None  # [async] (args, sample) -> float | dict; with group_rm: (args, samples) -> list
     group_rm: bool = False
     rm_url: str | None = None                # for rm_type="remote_rm"
@@ -142,6 +142,9 @@ class Config:
     eval_reward_key: str | None = None       # which one is evaluated; None: reward_key
     reward_timeout_s: float = 30.0           # for one sample's score
     reward_workers: int = 2                  # processes that run reward functions
+    code_timeout_s: float = 10.0             # rm_type="code": for one run of a program; all of a sample's
+    #                                          together may take 0.8 reward_timeout_s
+    code_memory_mb: int = 1024               # address space of such a program
     on_reward_error: Literal["raise", "skip"] = "raise"  # skip: the sample counts as failed, its group is left out
 
     # ---- evaluation ------------------------------------------------------------------------------------------------

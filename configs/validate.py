@@ -167,7 +167,7 @@ def validate_algorithm(cfg: Config) -> None:
             need(not getattr(cfg, key), f"{key} has no effect with loss_type='sft'; remove it")
         return
     need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg) or cfg.use_opd,
-         "no reward is set; set rm_type to a grader of rewards.py or custom_rm to a function (args, sample) -> float")
+         "no reward is set; set rm_type to a grader of graders.py or custom_rm to a function (args, sample) -> float")
     need((cfg.loss_type == "custom_loss") == (cfg.custom_loss_function is not None), "loss_type='custom_loss' and "
          "custom_loss_function=a function (args, LossInput) -> loss, metrics belong together; set both or neither")
     need(cfg.rm_type != "remote_rm" or cfg.rm_url,
@@ -176,6 +176,9 @@ def validate_algorithm(cfg: Config) -> None:
          "(args, samples) -> list of rewards")
     need(cfg.rm_type not in ("dapo", "boxed_dapo") or cfg.custom_rm or cfg.reward_key,
          f"rm_type={cfg.rm_type!r} gives a dict (score, acc, pred); set reward_key='score' to train on its +1 or -1")
+    need(cfg.rm_type != "code" or cfg.code_timeout_s <= 0.8 * cfg.reward_timeout_s, f"code_timeout_s={cfg.code_timeout_s} is "
+         f"for one run of a program, and all take at most 0.8 reward_timeout_s; set reward_timeout_s={2 * cfg.code_timeout_s}")
+    need(cfg.code_memory_mb >= 128, f"code_memory_mb={cfg.code_memory_mb}: Python itself takes more; set 128 or more")
     need(not (cfg.kl_coef and cfg.kl_loss_coef), "only one of kl_coef (KL in the reward) and kl_loss_coef (KL in the loss) "
          "can be set; set kl_coef=0")
     need(not cfg.kl_loss_coef or cfg.use_kl_loss, "kl_loss_coef has no effect without use_kl_loss; set use_kl_loss=True")

@@ -19,14 +19,15 @@ import pytest
 
 import rewards
 from buffer import Sample
-from rewards import RewardError, Rewarder, check_rm_type, last_boxed
+from graders import last_boxed
+from rewards import RewardError, Rewarder, check_rm_type
 
 
 def Config(**changes):
     """The fields of configs/base.py that rewards.py reads."""
     # Not a class of this module: unpickling that would import this module, so torch, in every fresh worker process.
-    return SimpleNamespace(**{**dict(rm_type=None, custom_rm=None, group_rm=False, rm_url=None, reward_key=None,
-                                     reward_timeout_s=10.0, extra={}), **changes})
+    return SimpleNamespace(**{**dict(rm_type=None, custom_rm=None, group_rm=False, rm_url=None, reward_key=None, extra={},
+                                     reward_timeout_s=10.0, code_timeout_s=5.0, code_memory_mb=1024), **changes})
 
 
 def make(response, label=None, index=0, **metadata):
@@ -321,7 +322,7 @@ def test_a_hang_takes_its_own_children_along(tmp_path):
 
 def test_a_stopped_process_is_replaced():
     worker = rewards.Worker()
-    job = pickle.dumps(("exact", SimpleNamespace(response="7", gold="7"), {}, None, None, 10.0))
+    job = pickle.dumps(("exact", None, SimpleNamespace(response="7", gold="7"), {}, None, None, 10.0))
     assert worker.call(job, 10.0) == 1.0
     os.kill(worker.process.pid, signal.SIGSTOP)  # not even its own clock runs
     start_s = time.monotonic()
