@@ -105,7 +105,7 @@ def test_other_settings_are_taken_up_and_said(run_file, written, tmp_path):
     out = run(run_file, f"--output_dir={tmp_path}", "--run_name=x", load, "--num_rollout=1", "--grpo_std_normalization=false")
     assert "training on 1 dumps, without engines and evaluation; 1 have other rewards now" in out
     (ours,), theirs = metrics(tmp_path / "x", "train/"), metrics(written, "train/")[0]
-    assert ours["train/grad_norm"] != theirs["train/grad_norm"] and ours["train/sft_loss"] == theirs["train/sft_loss"]
+    assert ours["train/grad_norm"] != theirs["train/grad_norm"] and ours["train/tokens"] == theirs["train/tokens"]
 
 
 def test_async_dumps_are_trained_alike(run_file, tmp_path):
@@ -121,8 +121,8 @@ def test_async_dumps_are_trained_alike(run_file, tmp_path):
 def test_rollout_only_and_what_training_makes_of_it(run_file, written, tmp_path):
     dumps = tmp_path / "alone" / "dumps"
     out = run(run_file, f"--output_dir={tmp_path}", "--run_name=alone", "--debug_rollout_only", "--num_rollout=2",
-              "--actor_num_gpus=64", "--rollout_num_gpus=1", "--save_debug_rollout_data=dumps/{rollout_id}.pt")
-    assert "attention in training: none" in out      # and 64 trainers would not fit in here
+              "--actor_num_gpus=8", "--rollout_num_gpus=1", "--save_debug_rollout_data=dumps/{rollout_id}.pt")
+    assert "attention in training: none" in out      # nor is there a rank that could say
     ours, theirs = metrics(tmp_path / "alone", "train/", "rollout/", "eval/", "perf/step"), metrics(written, "rollout/", "eval/")
     assert not [key for row in ours for key in row if key.startswith("train/")] and all(row["perf/step_time"] > 0 for row in ours)
     assert ours[0]["rollout/raw_reward"] == theirs[0]["rollout/raw_reward"]      # the same weights, the same seeds
@@ -142,7 +142,10 @@ def test_rollout_only_and_what_training_makes_of_it(run_file, written, tmp_path)
 # ---- Files -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return write_char_tokenizer(str(tmp_path_factory.mktemp("tokenizer")))
+    from transformers import AutoTokenizer
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    write_char_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)     # which knows its folder
 
 
 @pytest.fixture
