@@ -190,8 +190,8 @@ class Client:
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
             await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
-        raise EngineError(f"{url}: no answer in {self.cfg.request_retries + 1} tries, last {problem}; is the server alive? Else "
-                          "raise request_retries or request_timeout_s")
+        raise EngineError(f"{url}: no answer in {self.cfg.request_retries + 1} tries, last {problem}; is the server alive? "
+                          "Else raise request_retries or request_timeout_s")
 
     async def ask_teacher(self, sample: Sample) -> None:
         """sample.teacher_log_probs, by an SGLang server that reads the sample and adds nothing."""
@@ -283,7 +283,7 @@ class Client:
                 await self.mend()
 
     async def mend(self) -> list[int]:
-        """Restart a dead router, replace dead engines, give them the trainers' weights -> their ranks. Only under `mending`."""
+        """Restart a dead router, replace dead engines, give those the trainers' weights -> their ranks. Under `mending`."""
         self.mends += 1
         dead = await asyncio.to_thread(self.engines.check)
         if not await asyncio.to_thread(self.engines.check_router, dead):

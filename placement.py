@@ -50,9 +50,10 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
             raise ValueError("a CPU run is for one machine, its weights travel through memory; leave ray_address unset, or "
                              "set device='cuda' if only this machine of the cluster has no GPU")
         return None
-    apart = not cfg.colocate and cfg.loss_type != "sft"
-    ranks = cfg.actor_num_gpus + (cfg.critic_num_gpus or 0)
-    gpus = ranks + (cfg.rollout_num_gpus if apart else 0)
+    engine_gpus = 0 if cfg.loss_type == "sft" or cfg.debug_train_only else cfg.rollout_num_gpus
+    actors, critics = (0, 0) if cfg.debug_rollout_only else (cfg.actor_num_gpus, cfg.critic_num_gpus or 0)
+    ranks = actors + critics
+    gpus = ranks + (0 if cfg.colocate else engine_gpus)
     have = int(ray.cluster_resources().get("GPU", 0))
     if have < gpus:
         raise ValueError(f"the run needs {gpus} GPUs, the Ray cluster has {have}; set actor_num_gpus and rollout_num_gpus "
@@ -66,15 +67,15 @@ def start_ray(cfg, stack: contextlib.ExitStack) -> Places | None:
         raise TimeoutError(f"{gpus} GPUs were not free in {cfg.start_timeout_s:.0f} s (start_timeout_s); Ray has {have}, of "
                            f"which free now: {ray.available_resources().get('GPU', 0):g}. Is another run on them?") from None
     places = ask_bundles(group, gpus, where, cfg.start_timeout_s)
-    width, count = cfg.rollout_num_gpus_per_engine, 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus
-    trainers, engines = assign(places, ranks, count // width, width, cfg.colocate)
+    width = cfg.rollout_num_gpus_per_engine
+    trainers, engines = assign(places, ranks, engine_gpus // width, width, cfg.colocate)
     owners, gpu_bytes = [], 0
     if cfg.colocate:
         owners = [[trainers.index(bundle) for part in engine for bundle in part] for engine in engines]
         gpu_bytes = min(ask_bundles(group, gpus, total_memory, cfg.start_timeout_s))
     return Places(
-        trainers=[(group, bundle) for bundle in trainers[:cfg.actor_num_gpus]],
-        critics=[(group, bundle) for bundle in trainers[cfg.actor_num_gpus:]],
+        trainers=[(group, bundle) for bundle in trainers[:actors]],
+        critics=[(group, bundle) for bundle in trainers[actors:]],
         engines=[[(group, part[0], [places[bundle][1] for bundle in part]) for part in engine] for engine in engines],
         owners=owners, gpu_bytes=gpu_bytes)
 

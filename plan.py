@@ -20,7 +20,7 @@ import itertools
 from dataclasses import dataclass
 
 import fp8
-from configs.base import Config, critic_config, dp_size, need
+from configs.base import Config, critic_config, dp_size, has_engines, need
 from configs.validate import validate_batch, validate_critic, validate_layout
 from families import (check_policy, check_stages, check_tp, head_dim_of, last_stage, layers_with_experts, num_experts,
                       megatron_config, shared_ffn)
@@ -199,9 +199,9 @@ def problems(cfg, c, gpu_bytes: float) -> list[str]:
     found, share = [], cfg.sglang.get("mem_fraction_static", ENGINE_SHARE)
     if cfg.rollout_quantization and cfg.gpu_type == "A100":
         found.append("rollout_quantization='fp8' needs Hopper or newer; set rollout_quantization=None")
-    engines = cfg.loss_type != "sft"
+    engines = has_engines(cfg)
     beside = share if engines and cfg.colocate and cfg.offload_rollout is False else 0
-    if rank.total / gpu_bytes + beside + CUDA > 1:
+    if rank.total / gpu_bytes + beside + CUDA > 1 and not cfg.debug_rollout_only:
         found.append(f"training may need {rank.total / 1e9:.0f} GB" + (f" beside the engine's {beside:.2f}" if beside else "")
                      + f" of the {gpu_bytes * (1 - CUDA) / 1e9:.0f} that CUDA leaves of a GPU; set max_tokens_per_gpu lower, "
                      + ("" if RECOMPUTE.items() <= cfg.megatron.items() else f"megatron={RECOMPUTE}, ") + "or use more GPUs")
@@ -231,7 +231,7 @@ def check_model(cfg, c) -> None:
          f"e_score_correction_bias, and {c.model_type} has none; remove it")
     need(num_experts(c) or not (cfg.use_routing_replay or cfg.use_rollout_routing_replay),
          f"routing replay is for models with experts, and {c.model_type} has none; remove it")
-    if cfg.loss_type != "sft":
+    if has_engines(cfg):
         check_engine(cfg, c)
 
 
@@ -261,7 +261,7 @@ def nearest(cfg, c, gpu_bytes: float, settle) -> dict | None:
     def holds_a_sample(width):
         with contextlib.suppress(ValueError):
             one = dataclasses.replace(cfg, rollout_num_gpus_per_engine=width)
-            return cfg.loss_type == "sft" or engine(one, c, gpu_bytes).samples >= 1
+            return not has_engines(cfg) or engine(one, c, gpu_bytes).samples >= 1
     powers, options = [1, 2, 4, 8, 16, 32, 64], []
     widths = [width for width in dict.fromkeys([cfg.rollout_num_gpus_per_engine, *powers]) if holds_a_sample(width)]
     for tp, pp, cp, ep, more, again, width in itertools.product(
@@ -316,8 +316,9 @@ def report(cfg: Config, asked: Config, c, source: str, gpu_bytes: float, settle)
     lines = [f"plan: {name}, {ours.total / 1e9:.2f} B parameters{active}; config.json from {source}"]
     bad = problems(cfg, c, gpu_bytes)
     with contextlib.suppress(ValueError):    # a layout that cannot be: `bad` says why
-        lines += report_trainer(cfg, trainer(cfg, c), bool(ours.experts), gpu_bytes)
-        if cfg.loss_type != "sft":
+        if not cfg.debug_rollout_only:
+            lines += report_trainer(cfg, trainer(cfg, c), bool(ours.experts), gpu_bytes)
+        if has_engines(cfg):
             lines += report_engine(cfg, c, engine(cfg, c, gpu_bytes))
     if not bad:
         return "\n".join(lines + [f"  it fits {cfg.gpu_type}"])

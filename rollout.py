@@ -64,7 +64,7 @@ class Rollout:
         host, port = engines.router_url.removeprefix("http://").split(":")
         self.args = types.SimpleNamespace(**vars(cfg), sglang_router_ip=host, sglang_router_port=int(port), rollout=self,
                                           tokenizer=client.tokenizer, context_len=client.context_len, end_ids=client.end_ids,
-                                          generate=client.generate, workers=getattr(self.rewarder, "workers", None))
+                                          generate=client.generate, workers=self.rewarder.workers)
 
     # -- the driver's side: plain blocking calls
     def start(self, step: int) -> concurrent.futures.Future:
@@ -391,7 +391,7 @@ class Rollout:
             "rollout/response_len/median": sorted(lengths)[len(lengths) // 2],
             "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
             "rollout/stale_tokens": mean(v < self.client.weight_version for s in samples for v in s.trained_versions()),
-            "rollout/restarted_stale": self.restarted, "rollout/reward_restarts": 0,
+            "rollout/restarted_stale": self.restarted, "rollout/reward_restarts": self.rewarder.workers.restarts,
             "rollout/waiting_groups": len(getattr(self.data, "buffer", ())),
             "perf/generate_time": seconds, "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
         metrics |= self.client.metrics() | turn_metrics("rollout/", samples)

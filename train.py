@@ -34,6 +34,7 @@ import algos
 import buffer
 import checks
 import convert
+import debug
 import faults
 import hooks
 import memory
@@ -65,19 +66,21 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
             data_state = rollout.state_dict()                    # a resumed run asks for what comes after these samples
             if cfg.async_mode and not last:
                 ahead = rollout.start(step + 1)                  # by the present weights, while these learn
+            if cfg.save_debug_rollout_data:
+                debug.dump(cfg, run_dir, step, result, rollout.data, data_state)
             with logs.phase("offload"):
                 if cfg.offload_rollout:
                     engines.sleep()
                 if cfg.offload_train:
                     trainers.wake()
             with logs.phase("train"):
-                answer = learn(cfg, step, result, trainers)
-            metrics = checks.examine(cfg, step, result, answer, logs.print)
+                answer = learn(cfg, step, result, trainers) if trainers else None      # None: debug_rollout_only
+            metrics = checks.examine(cfg, step, result, answer, logs.print) if trainers else dict(result.metrics)
 
             if ahead:
                 with logs.phase("rollout"):                      # weights change between batches, never inside an answer
                     concurrent.futures.wait([ahead])
-            if engines is not None:
+            if engines is not None and trainers is not None:
                 with logs.phase("offload"):
                     if cfg.offload_rollout:
                         engines.wake(["weights"])
@@ -93,7 +96,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                     metrics |= rollout.evaluate(step)
             logs.samples(step, result.samples)
             logs.step(step, metrics)
-            if last or stop.is_set() or due(cfg.save_interval, step):
+            if trainers is not None and (last or stop.is_set() or due(cfg.save_interval, step)):
                 with logs.phase("save"):                         # after the log, so that a resumed run lacks no line
                     if cfg.offload_rollout:                      # but for its weights: nobody sends them before step + 1
                         engines.sleep(["kv_cache", "cuda_graph"])
@@ -105,7 +108,8 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                     if cfg.offload_rollout:
                         engines.wake(["kv_cache", "cuda_graph"])
             if stop.is_set() and not last:
-                logs.print(f"stopped by a signal after step {step + 1}; go on with the same command and --resume={run_dir}")
+                logs.print(f"stopped by a signal after step {step + 1}"
+                           + (f"; go on with the same command and --resume={run_dir}" if trainers else ""))
                 return False
         logs.finish()
         return True
@@ -153,7 +157,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
             convert.check_same_shape(hf_config, other)
         if "hf_checkpoint" in cfg.critic:
             convert.check_critic(hf_config, cfg.critic["hf_checkpoint"], cfg.tensor_model_parallel_size)
-        if cfg.opd_teacher_url:
+        if cfg.opd_teacher_url and base.has_engines(cfg):
             check_server(cfg.opd_teacher_url)
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=cfg.sglang.get("trust_remote_code", False))
@@ -162,19 +166,23 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
                 buffer.DataSource(cfg, tokenizer, context_len))
         eval_data = {name: buffer.DataSource(base.eval_config(cfg, name), tokenizer, context_len)
                      for name in cfg.eval_prompt_data}
+        num_rollout = cfg.num_rollout
+        if num_rollout is None:
+            num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
+        checkpoint, replay = latest_checkpoint(run_dir) if cfg.resume else None, None
+        if cfg.load_debug_rollout_data:
+            done = int(checkpoint.name.removeprefix("iter_")) if checkpoint else 0
+            replay = debug.Replay(cfg, data, hf_config.vocab_size, range(done, num_rollout))
         places = placement.start_ray(cfg, stack)
-    num_rollout = cfg.num_rollout
-    if num_rollout is None:
-        num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
-
     cfg = memory.share_memory(cfg, hf_config, places.gpu_bytes if places else 0)
     for problem in plan.problems(cfg, hf_config, places.gpu_bytes) if places and places.gpu_bytes else ():
         print(f"warning: {problem}", flush=True)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        trainers = Trainers(cfg, places)
-        stack.callback(trainers.stop)
-        engines, engines_up = None, None
-        if cfg.loss_type != "sft":
+        trainers = engines = engines_up = None
+        if not cfg.debug_rollout_only:
+            trainers = Trainers(cfg, places)
+            stack.callback(trainers.stop)
+        if base.has_engines(cfg):
             engine_dir = convert.engine_folder(model_dir, run_dir) if cfg.rollout_quantization else model_dir
             engines = Engines(cfg, run_dir, engine_dir, places.engines if places else None)
             stack.callback(engines.stop)
@@ -186,12 +194,12 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         others = {"ref": cfg.ref_load or model_dir} if cfg.use_kl_loss or cfg.kl_coef else {}
         if cfg.opd_teacher_load:
             others["teacher"] = cfg.opd_teacher_load
-        facts = trainers.start(model_dir, others, num_rollout * cfg.num_steps_per_rollout,
-                               str(pathlib.Path(cfg.update_weight_disk_dir or run_dir.parent) / run_dir.name / "weights"))
+        disk_dir = str(pathlib.Path(cfg.update_weight_disk_dir or run_dir.parent) / run_dir.name / "weights")
+        total_steps = num_rollout * cfg.num_steps_per_rollout
+        facts = trainers.start(model_dir, others, total_steps, disk_dir) if trainers else {"attention": "none"}
         if engines_up:
             engines_up.result()
 
-    checkpoint = latest_checkpoint(run_dir) if cfg.resume else None
     extra = trainers.load(checkpoint) if checkpoint else {"step": 0}
     logs = stack.enter_context(Logs(cfg, run_dir, num_rollout, extra["step"]))
     logs.print(f"attention in training: {facts['attention']}")
@@ -200,11 +208,11 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     if data.examples and data.examples.skipped:
         logs.print(f"left out of sft_data: {dict(data.examples.skipped)}; {len(data.examples)} rows remain")
     if engines is None:
-        rollout = FileRollout(cfg, data)
+        rollout = replay or FileRollout(cfg, data)
     else:
         kind = FullyAsyncRollout if cfg.fully_async else Rollout
         rollout = kind(cfg, engines, data, eval_data, run_dir, logs.groups_done)
-
+    if engines is not None and trainers is not None:
         def resync(ranks):                   # engines that were replaced while others generate, and the trainers sleep
             if cfg.offload_train:
                 trainers.wake("weights")

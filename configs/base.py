@@ -49,6 +49,12 @@ class Config:
     on_invariant: Literal["raise", "warn"] = "raise"  # when a number that must hold does not (README has the list)
     max_logprob_diff: float | None = None    # bound on mean |logp - rollout_logp|; None: 1e-4 in fp32, 0.1 in bf16
 
+    # ---- debugging: one side alone (debug.py) --------------------------------------------------------------------------
+    save_debug_rollout_data: str | None = None   # a file of each step's samples, "dumps/{rollout_id}.pt"; in the run folder
+    load_debug_rollout_data: str | None = None   # train on such files instead of generating: no engines, no evaluation
+    debug_train_only: bool = False           # follows from it
+    debug_rollout_only: bool = False         # engines, rewards, evaluation; no trainers: hf_checkpoint's weights throughout
+
     # ---- machines --------------------------------------------------------------------------------------------------
     device: Literal["auto", "cpu", "cuda"] = "auto"   # auto: cuda where there is a GPU
     ray_address: str | None = None           # an existing Ray cluster ("auto" or ip:port); None: start one here
@@ -392,6 +398,14 @@ def resolve(cfg: Config) -> Config:
         new["sglang"] = own | new.get("sglang", cfg.sglang)
     if cfg.health_check_interval_s is None:
         new["health_check_interval_s"] = 10.0 if device == "cuda" else 60.0
+    train_only = cfg.debug_train_only or cfg.load_debug_rollout_data is not None
+    if train_only or cfg.debug_rollout_only:     # one side alone: nothing to share, to send, or to do at the same time
+        new |= dict(debug_train_only=train_only, colocate=False, offload_train=False, offload_rollout=False, async_mode=False,
+                    fully_async=False, update_weight_transport="distributed")
+    if train_only:
+        new |= dict(eval_prompt_data={}, eval_interval=None)
+    if cfg.debug_rollout_only:               # else SGLang calls it "default", until a sync
+        new["sglang"] = {"weight_version": "0"} | new.get("sglang", cfg.sglang)
     return dataclasses.replace(cfg, **new)
 
 
@@ -399,6 +413,10 @@ def dp_size(cfg: Config) -> int:
     """Data-parallel ranks: each has samples of its own."""
     tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
     return cfg.actor_num_gpus // (tp * pp * cp)
+
+
+def has_engines(cfg: Config) -> bool:
+    return cfg.loss_type != "sft" and not cfg.debug_train_only
 
 
 def samples_per_group(cfg: Config) -> int:
@@ -475,19 +493,20 @@ def describe(cfg: Config) -> str:
     ep, etp = cfg.expert_model_parallel_size, cfg.expert_tensor_parallel_size
     unit = "GPU" if cfg.device == "cuda" else "CPU process"
     width = cfg.rollout_num_gpus_per_engine
-    engines = 0 if cfg.loss_type == "sft" else cfg.rollout_num_gpus // width
+    engines = cfg.rollout_num_gpus // width if has_engines(cfg) else 0
+    ranks, critics = (0, 0) if cfg.debug_rollout_only else (cfg.actor_num_gpus, cfg.critic_num_gpus or 0)
     where = f", {engines} engine(s) of tp {width}, {'sharing them' if cfg.colocate else 'apart'}" if engines else ""
     experts = f" (experts over ep {ep} x etp {etp})" if ep * etp > 1 else ""
-    lines.append(f"placement: {cfg.actor_num_gpus} trainer rank(s) = tp {tp} x cp {cp} x dp {dp} x pp {pp}{experts}{where}")
+    lines.append(f"placement: {ranks} trainer rank(s) = tp {tp} x cp {cp} x dp {dp} x pp {pp}{experts}{where}")
     both = " and critic" if cfg.critic and not cfg.critic_num_gpus else ""
-    for rank in range(0, cfg.actor_num_gpus, tp):                # a line for each tensor-parallel group
+    for rank in range(0, ranks, tp):                # a line for each tensor-parallel group
         many = f"-{rank + tp - 1}" if tp > 1 else ""
         place = f"(cp {rank // tp % cp}, dp {rank // (tp * cp) % dp}, pp {rank // (tp * cp * dp)})"
         lines.append(f"  {unit} {rank}{many}: trainer{both} rank {rank}{many} {place}")
-    for rank in range(cfg.critic_num_gpus or 0):
-        lines.append(f"  {unit} {cfg.actor_num_gpus + rank}: critic rank {rank}")
+    for rank in range(critics):
+        lines.append(f"  {unit} {ranks + rank}: critic rank {rank}")
     for engine in range(engines):
-        at = engine * width + (0 if cfg.colocate else cfg.actor_num_gpus + (cfg.critic_num_gpus or 0))
+        at = engine * width + (0 if cfg.colocate else ranks + critics)
         lines.append(f"  {unit} {at}{f'-{at + width - 1}' if width > 1 else ''}: engine {engine}")
     if has_stage(cfg):
         lines.append(f"first: {cfg.hf_checkpoint}, whose result is the model")

@@ -36,12 +36,30 @@ def validate(cfg: Config) -> None:
     for key in ("save_interval", "eval_interval", "num_rollout", "num_epoch", "rollout_max_prompt_len", "fixed_loss_length"):
         value, least = getattr(cfg, key), 0 if key == "num_rollout" else 1
         need(value is None or value >= least, f"{key}={value} must be at least {least}; or leave it unset (None)")
+    validate_debug(cfg)
     validate_layout(cfg)
     validate_batch(cfg)
     validate_generation(cfg)
     validate_algorithm(cfg)
     validate_eval(cfg)
     validate_passthrough(cfg)
+
+
+def validate_debug(cfg: Config) -> None:
+    need(not (cfg.debug_rollout_only and cfg.debug_train_only), "debug_rollout_only starts no trainers, debug_train_only (or "
+         "load_debug_rollout_data) no engines, so nothing is left to run; remove one of them")
+    need(not cfg.debug_train_only or cfg.load_debug_rollout_data, "debug_train_only has nothing to train on; set "
+         "load_debug_rollout_data to what a run with save_debug_rollout_data wrote, 'outputs/.../dumps/{rollout_id}.pt'")
+    need(not (cfg.save_debug_rollout_data and cfg.debug_train_only), "save_debug_rollout_data would write again what "
+         "load_debug_rollout_data reads; remove it")
+    for key in ("save_debug_rollout_data", "load_debug_rollout_data"):
+        path = getattr(cfg, key)
+        need(path is None or "{rollout_id}" in path, f"{key}={path!r} names the same file in every step; put {{rollout_id}} "
+             "into it: 'dumps/{rollout_id}.pt'")
+    need(not cfg.debug_rollout_only or cfg.loss_type != "sft", "loss_type='sft' starts no engines and debug_rollout_only no "
+         "trainers; remove debug_rollout_only")
+    need(not (cfg.debug_rollout_only and cfg.resume), "debug_rollout_only has nobody to load a checkpoint; remove resume, and "
+         "give the run's Hugging Face folder: --hf_checkpoint=outputs/.../hf/iter_...")
 
 
 def validate_layout(cfg: Config) -> None:

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 import rewards
+import workers
 from buffer import Sample
 from graders import last_boxed
 from rewards import RewardError, Rewarder, check_rm_type
+from workers import WorkerError
 
 
 def Config(**changes):
@@ -286,7 +288,7 @@ def test_a_hanging_hook_is_ended_and_the_loop_stays_free(name):
 
     async def main(rewarder):
         assert await rewarder.score(Config(rm_type="math"), light()) == 1.0  # warm
-        pid, ticks, start_s = rewarder.idle[-1].process.pid, 0, time.monotonic()
+        pid, ticks, start_s = rewarder.workers.idle[-1].process.pid, 0, time.monotonic()
         task = asyncio.create_task(rewarder.score(Config(custom_rm=hook, reward_timeout_s=0.5), light(5)))
         while not task.done():
             await asyncio.sleep(0.01)
@@ -321,22 +323,24 @@ def test_a_hang_takes_its_own_children_along(tmp_path):
 
 
 def test_a_stopped_process_is_replaced():
-    worker = rewards.Worker()
-    job = pickle.dumps(("exact", None, SimpleNamespace(response="7", gold="7"), {}, None, None, 10.0))
-    assert worker.call(job, 10.0) == 1.0
+    worker = workers.Worker()
+    job = pickle.dumps((pickle.dumps(str.upper), False, {}, 10.0))           # a TypeError, and that is an answer too
+    with pytest.raises(WorkerError, match="TypeError"):
+        worker.call(job, 10.0)
     os.kill(worker.process.pid, signal.SIGSTOP)  # not even its own clock runs
     start_s = time.monotonic()
-    with pytest.raises(RewardError, match="timed out"):
+    with pytest.raises(WorkerError, match="timed out"):
         worker.call(job, 0.2, load_s=0.2)
     assert time.monotonic() - start_s < 60   # 0.4 s where nothing else runs
-    assert worker.call(job, 10.0) == 1.0
+    with pytest.raises(WorkerError, match="TypeError"):
+        worker.call(job, 10.0)
     worker.kill()
 
 
 def test_no_process_outlives_close_or_a_killed_trainer(tmp_path):
     rewarder = Rewarder(2)
     asyncio.run(rewarder.score(Config(rm_type="math"), make("7", "7")))
-    pids = [worker.process.pid for worker in rewarder.idle if worker.process]
+    pids = [worker.process.pid for worker in rewarder.workers.idle if worker.process]
     rewarder.close()
     rewarder.close()
     assert pids and not any(map(alive, pids))
@@ -346,7 +350,7 @@ def test_no_process_outlives_close_or_a_killed_trainer(tmp_path):
             "r = Rewarder(1)\n"
             "c = N(custom_rm=None, rm_type='math', reward_key=None, reward_timeout_s=60, group_rm=False)\n"
             "asyncio.run(r.score(c, N(prompt='', response='7', label='7', metadata={}, index=0)))\n"
-            "print(r.idle[-1].process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+            "print(r.workers.idle[-1].process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180,
                          cwd=Path(rewards.__file__).parent)
     assert out.returncode == -9 and wait_until(lambda: not alive(int(out.stdout)))
