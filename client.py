@@ -15,6 +15,7 @@ Knows nothing about: groups, rewards, trainers. `resync` and the `push` given to
 """
 import asyncio
 import concurrent.futures
+import json
 import pathlib
 import threading
 from collections import Counter
@@ -38,7 +39,7 @@ class Client:
 
     def __init__(self, cfg: Config, engines, tokenizer, context_len: int, run_dir: pathlib.Path):
         self.cfg, self.engines, self.tokenizer, self.context_len, self.run_dir = cfg, engines, tokenizer, context_len, run_dir
-        self.end_ids = {tokenizer.eos_token_id, *(cfg.rollout_stop_token_ids or ())}
+        self.end_ids = end_ids(engines.model_path, tokenizer) | {*(cfg.rollout_stop_token_ids or ())}
         self.resync: Callable[[list[int]], None] = lambda ranks: None    # gives restarted engines the trainers' weights
         self.weight_version = 0              # of the engines
         self.counts = Counter()              # of this step: retries, and what the engines say of each answer
@@ -90,16 +91,16 @@ class Client:
             holds = self.holds
             out = await self.request({"input_ids": sample.tokens, "sampling_params": params | {"max_new_tokens": room},
                                       "return_logprob": True}, sample.index)
-            cut = len(sample.tokens) > begin     # there is an earlier piece of the same answer
-            finish = self.take(sample, out["meta_info"], params)
-            if cut and self.cut_at_stop(sample, begin, params):
-                return sample
-            if finish != "abort" or self.holds == holds:
+            self.take(sample, out["meta_info"], params, begin)
+            if sample.status != Status.ABORTED or self.holds == holds:
                 return sample
 
-    def take(self, sample: Sample, meta: dict, params: dict) -> str:
-        """What an engine has answered -> at the end of the sample. Returns why it stopped: stop, length, abort."""
+    def take(self, sample: Sample, meta: dict, params: dict, begin: int) -> None:
+        """What an engine has answered -> at the end of the sample, and why it stopped -> its status.
+
+        begin: where in sample.tokens this answer begins; earlier pieces of it may be there."""
         pairs = meta["output_token_logprobs"]                    # [(log-prob, token id, text), ...]
+        before = len(sample.tokens)
         sample.append([pair[1] for pair in pairs], [pair[0] for pair in pairs], version=int(meta.get("weight_version") or 0))
         if self.cfg.use_rollout_routing_replay:
             keep_routes(sample, meta)
@@ -107,27 +108,33 @@ class Client:
             self.counts[key] += meta.get(key, 0)
         finish = meta["finish_reason"]
         sample.status = STATUS[finish["type"]]
+        if sample.status != Status.COMPLETED:
+            end = self.end_of(sample.tokens[begin:], before - begin, params)
+            if end is not None:
+                sample.drop(len(sample.tokens) - begin - end)
+                sample.status = Status.COMPLETED
         ids = sample.response_ids()
-        end = finish.get("matched")
-        if finish["type"] == "length" and ids and ids[-1] in self.end_ids and not params.get("ignore_eos"):
-            sample.status, end = Status.COMPLETED, ids[-1]       # SGLang looks at the length before the token
-        if ids and ids[-1] == end:           # the end token: it is trained, but no part of the answer
-            ids = ids[:-1]
+        if sample.status == Status.COMPLETED and ids and ids[-1] in self.ends(params):
+            ids = ids[:-1]                   # the end token: it is trained, but no part of the answer
         sample.response = self.tokenizer.decode(ids, skip_special_tokens=self.cfg.rollout_skip_special_tokens)
-        return finish["type"]
 
-    def cut_at_stop(self, sample: Sample, begin: int, params: dict) -> bool:
-        """A stop string whose halves came from two requests: no engine has seen it whole. What was written behind it goes."""
+    def end_of(self, ids: list[int], new: int, params: dict) -> int | None:
+        """Where an answer ended although the engine gives another reason; None where it did not. new: where the last piece is.
+
+        NOTE: SGLang looks at the length, and at aborts, before it looks at the token: the last one may be the end token. And a
+        stop string of which an abort has cut off the second half is seen by no engine.
+        """
+        for i, token in enumerate(ids[new:], new + 1):
+            if token in self.ends(params) and not params.get("ignore_eos"):
+                return i
         stops = params.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
-        own = sample.tokens[begin:]
-        if not any(s in self.tokenizer.decode(own) for s in stops):
-            return False
-        keep = next(n for n in range(1, len(own) + 1) if any(s in self.tokenizer.decode(own[:n]) for s in stops))
-        sample.drop(len(own) - keep)
-        sample.status, sample.response = Status.COMPLETED, self.tokenizer.decode(
-            sample.response_ids(), skip_special_tokens=self.cfg.rollout_skip_special_tokens)
-        return True
+        if any(s in self.tokenizer.decode(ids) for s in stops):
+            return next(n for n in range(1, len(ids) + 1) if any(s in self.tokenizer.decode(ids[:n]) for s in stops))
+        return None
+
+    def ends(self, params: dict) -> set[int]:
+        return self.end_ids | set(params.get("stop_token_ids") or ())
 
     async def request(self, payload: dict, who: Any = None) -> dict:
         """One /generate through the router; repeated after an engine died under it. who: for messages."""
@@ -167,9 +174,11 @@ class Client:
             holds = self.holds
             own = params | {"max_new_tokens": params["max_new_tokens"] - len(done)}
             out = await self.request(rest | {"input_ids": list(ids) + done, "sampling_params": own})
-            done, pairs = done + out["output_ids"], pairs + (out["meta_info"].get("output_token_logprobs") or [])
-            cut = out["meta_info"]["finish_reason"]["type"] == "abort" and self.holds > holds
-            if not cut or len(done) >= params["max_new_tokens"]:
+            new, meta = len(done), out["meta_info"]
+            done, pairs = done + out["output_ids"], pairs + (meta.get("output_token_logprobs") or [])
+            if meta["finish_reason"]["type"] == "abort" and (end := self.end_of(done, new, params)) is not None:
+                done, pairs, meta["finish_reason"] = done[:end], pairs[:end], {"type": "stop", "matched": done[end - 1]}
+            if meta["finish_reason"]["type"] != "abort" or self.holds == holds or len(done) >= params["max_new_tokens"]:
                 break
         if len(done) > len(out["output_ids"]):
             out["text"] = self.tokenizer.decode(done, skip_special_tokens=params.get("skip_special_tokens", True))
@@ -311,6 +320,16 @@ class Client:
             out["rollout/spec_accept_rate"] = counts["spec_num_correct_drafts"] / counts["spec_num_proposed_drafts"]
             out["rollout/spec_accept_length"] = counts["completion_tokens"] / counts["spec_verify_ct"]
         return out
+
+
+def end_ids(model_path: str, tokenizer) -> set[int]:
+    """Every token that ends an answer, as SGLang collects them."""
+    ids = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        file = pathlib.Path(model_path) / name
+        own = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        ids |= set(own) if isinstance(own, list) else {own}
+    return ids - {None}
 
 
 def keep_routes(sample: Sample, meta: dict) -> None:
