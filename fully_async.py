@@ -5,11 +5,13 @@ fully_async.py: how does generation run on while training goes on? A pool of gro
     engines    generate generate generate generate generate generate           (each sync interrupts every answer for a moment)
     admit()    as many groups as may still be trained in time -> under way -> ready -> take() -> one step's batch
 
-How staleness stays within max_staleness (h below), in weight updates between a sample's oldest trained token and its training:
- 1. Batch s is trained at version s. A group is only begun at version v while fewer than (v + h + 1) * P groups are trained,
-    ready or under way (P = rollout_batch_size): so there is room for it in the batches up to v + h (AReaL 2505.24298, 5.1).
- 2. Batch s takes first, and waits for, what would be too old for batch s + 1: at most P groups, by 1. So nothing is thrown
-    away for its age. With mask_offpolicy_in_partial_rollout it does not wait; tokens too old are context then, not trained.
+How staleness stays within max_staleness (h below), in weight updates between a sample's oldest token and its training. Batch s
+is trained at version s, so a group begun at version v must be in a batch up to v + h: its last one.
+ 1. A group is only begun while fewer than (v + h + 1) * P groups are trained, ready or under way (P = rollout_batch_size; AReaL
+    2505.24298, 5.1). So never more of them have their last batch up to d than the batches up to d have room for.
+ 2. A batch takes those first whose last batch is nearest, and is not taken before so many of them are ready that the others
+    still have room. So a slow group is waited for, and nothing is thrown away for its age. With
+    mask_offpolicy_in_partial_rollout nobody is waited for; tokens too old are context then, not trained.
 
 Test:  pytest tests/test_fully_async.py
 Knows nothing about: how a group is made (rollout.py), how weights change in the middle of an answer (client.py).
@@ -22,7 +24,7 @@ from collections import Counter
 
 import hooks
 from sample import Sample
-from rollout import Rollout, RolloutResult
+from rollout import Rollout, RolloutResult, start_over
 
 
 class FullyAsyncRollout(Rollout):
@@ -31,6 +33,7 @@ class FullyAsyncRollout(Rollout):
     def __init__(self, *args, **kw):
         self.under_way: dict[int, list[Sample]] = {}         # group_index -> group, in the order in which they were begun
         self.ready: dict[int, list[Sample]] = {}             # group_index -> finished samples of the group
+        self.born: dict[int, int] = {}                       # group_index -> weight version, of those two
         self.outcomes, self.drops = Counter(), Counter()     # since the last step
         self.taken = 0                                       # groups given to training, in the whole run
         self.held = 0                                        # groups that are with us, counted in and out
@@ -49,12 +52,24 @@ class FullyAsyncRollout(Rollout):
             if self.outcomes["asked"] >= cfg.max_batches_asked * cfg.rollout_batch_size:
                 return                       # take() says so, if it still misses groups then
             for group in (groups := self.data.get_samples(1)):
-                self.under_way[group[0].group_index] = group
+                number = group[0].group_index
+                self.under_way[number], self.born[number] = group, self.birth(group)
                 self.outcomes["asked"] += 1
                 self.held += 1
                 self.begin(self.make(group))
             if not groups:                   # the data has ended
                 return
+
+    def birth(self, group: list[Sample]) -> int:
+        """Of a group that was put back the version of its oldest token; if its last batch has no room any more, it begins anew."""
+        version = oldest_version(group, self.client.weight_version)
+        room = (version + self.cfg.max_staleness + 1) * self.cfg.rollout_batch_size - self.taken
+        if version == self.client.weight_version or sum(born <= version for born in self.born.values()) < room:
+            return version
+        for sample in group:
+            start_over(sample)
+        self.restarted += len(group)
+        return self.client.weight_version
 
     def begin(self, coroutine) -> None:
         task = asyncio.create_task(coroutine)
@@ -74,6 +89,7 @@ class FullyAsyncRollout(Rollout):
         if outcome == "kept":
             self.ready[group[0].group_index] = result
         else:
+            del self.born[group[0].group_index]
             self.outcomes[outcome] += 1
             self.held -= 1
         if outcome == "put_back":
@@ -108,23 +124,22 @@ class FullyAsyncRollout(Rollout):
         self.restarted = 0
         return result
 
-    def too_old_next(self, step: int, groups) -> list[int]:
-        """Numbers of the groups that this batch is the last one for."""
-        last = step - self.cfg.max_staleness
-        oldest = {g: min((v for s in group for v in s.trained_versions()), default=step) for g, group in groups.items()}
-        return [g for g, version in oldest.items() if version <= last]
-
     def waits_for(self, step: int) -> str | None:
         """What is missing to take batch `step`; None: nothing."""
-        if len(self.ready) < self.cfg.rollout_batch_size:
-            return f"step {step} has {len(self.ready)} of {self.cfg.rollout_batch_size} groups"
-        late = [] if self.cfg.mask_offpolicy_in_partial_rollout else self.too_old_next(step, self.under_way)
-        return f"step {step} waits for groups {late}, which would be too old for the next" if late else None
+        size, h = self.cfg.rollout_batch_size, self.cfg.max_staleness
+        if len(self.ready) < size:
+            return f"step {step} has {len(self.ready)} of {size} groups"
+        for last in range(step, step + h) if not self.cfg.mask_offpolicy_in_partial_rollout else ():
+            due = [g for g, born in self.born.items() if born + h <= last]
+            if len(due) - sum(g in self.ready for g in due) > (last - step) * size:      # more than the later ones have room for
+                return f"step {step} waits for some of groups {[g for g in due if g not in self.ready]}, due by step {last}"
+        return None
 
     def take(self, step: int) -> list[list[Sample]]:
-        must = self.too_old_next(step, self.ready)
-        order = must + [g for g in sorted(self.ready) if g not in set(must)]
-        kept = [self.ready.pop(g) for g in order[:self.cfg.rollout_batch_size]]
+        order = sorted(self.ready, key=lambda g: (self.born[g], g))[:self.cfg.rollout_batch_size]
+        kept = [self.ready.pop(g) for g in order]
+        for g in order:
+            del self.born[g]
         if self.cfg.mask_offpolicy_in_partial_rollout:
             for sample in (s for group in kept for s in group):
                 oldest = step - self.cfg.max_staleness
@@ -152,7 +167,8 @@ class FullyAsyncRollout(Rollout):
     def load_state_dict(self, state: dict) -> None:
         self.data.load_state_dict(state["data"])
         for group in state["ready"]:
-            self.ready[group[0]["group_index"]] = [Sample.from_dict(d) for d in group]
+            number, samples = group[0]["group_index"], [Sample.from_dict(d) for d in group]
+            self.ready[number], self.born[number] = samples, oldest_version(samples, self.client.weight_version)
             self.held += 1
         self.put_back([[Sample.from_dict(d) for d in group] for group in state["under_way"]])
 
@@ -163,3 +179,7 @@ class FullyAsyncRollout(Rollout):
             await asyncio.gather(*self.tasks, return_exceptions=True)
         self.client.run(cancel())
         super().close()
+
+
+def oldest_version(group: list[Sample], default: int) -> int:
+    return min((v for s in group for v in s.trained_versions()), default=default)
