@@ -47,11 +47,13 @@ class Client:
         self.holds = 0                       # how often sync() has stopped the engines
         self.replacing: asyncio.Task | None = None
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True).start()
-        self.run(self.open())
+        self.thread = threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True)
+        self.thread.start()
+        self.start(self.open()).result()
 
     def run(self, coroutine) -> Any:
-        """From any thread but the loop's own."""
+        """From any thread but the loop's own. What it waits for has limits of its own."""
+        assert self.loop.is_running(), "the client is closed"
         return self.start(coroutine).result()
 
     def start(self, coroutine) -> concurrent.futures.Future:
@@ -70,6 +72,7 @@ class Client:
     def close(self) -> None:
         self.run(self.session.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
 
     # ---- Generating ----------------------------------------------------------------------------------------------------
     async def generate(self, sample: Sample, params: dict) -> Sample:

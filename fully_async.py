@@ -177,7 +177,8 @@ class FullyAsyncRollout(Rollout):
             for task in list(self.tasks):
                 task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.client.run(cancel())
+        if self.client.loop.is_running():
+            self.client.run(cancel())
         super().close()
 
 

@@ -89,8 +89,9 @@ class Rollout:
         self.data.load_state_dict(state)
 
     def close(self) -> None:
-        self.client.close()
-        self.rewarder.close()
+        if self.client.loop.is_running():    # else it has been closed
+            self.client.close()
+            self.rewarder.close()
 
     # ---- One step ------------------------------------------------------------------------------------------------------
     async def generate_async(self, step: int) -> RolloutResult:
