@@ -107,7 +107,8 @@ def harmless(text, formula):
         nodes = list(ast.walk(ast.parse(text, mode="eval"))) if len(text) < 10_000 else [None]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return not formula                   # eval() would not run it either; parse_expr might, after its rewriting
-    kinds = (ast.Expression, ast.Load, ast.UnaryOp, ast.unaryop) + ((ast.BinOp, ast.operator) if formula else (ast.List, ast.Tuple))
+    own = (ast.BinOp, ast.operator) if formula else (ast.List, ast.Tuple)
+    kinds = (ast.Expression, ast.Load, ast.UnaryOp, ast.unaryop, *own)
     for node in nodes:
         if isinstance(node, ast.Call):
             fine = formula and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
