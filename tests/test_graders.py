@@ -305,7 +305,7 @@ TASKS = {"math": {}, "boxed_math": {}, "deepscaler": {}, "dapo": {}, "exact": {}
          "code": {"tests": ASSERTS}, "reasoning_gym": {"source_dataset": "countdown", "entry": ENTRY["countdown"]},
          "ifbench": {IF: list(graders.INSTRUCTIONS), "kwargs": [  # all at once, with the arguments each has
              {key: {"keywords": ["a"], "forbidden_words": ["b"], "relation": "at least", "let_relation": "at least",
-                    "capital_relation": "at least"}.get(key, 1 if key[0] == "n" or key[0] == "N" or "freq" in key or key[-5:] == "words" else "a")
+                    "capital_relation": "at least"}.get(key, 1 if re.match("n|N|small|min|max|.*freq", key) else "a")
               for key in check.__code__.co_varnames[1:check.__code__.co_argcount]} if hasattr(check, "__code__") else {}
              for check in graders.INSTRUCTIONS.values()]}}
 
