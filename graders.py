@@ -256,12 +256,13 @@ def code(cfg, sample):
 
 def last_program(text):
     # The last closed block that says it is Python, else the last one that says nothing; None if there is neither.
-    found, lines, start = {}, text.split("\n"), None
-    for i, line in enumerate(line.strip() for line in lines):
-        if start is not None and line == "```":
-            found[language], start = "\n".join(lines[start:i]), None
-        elif start is None and line.startswith("```"):
-            language, start = "python" if line[3:].strip().lower() in ("python", "python3", "py") else line[3:].strip(), i + 1
+    found, start = {}, None
+    for fence in re.finditer(r"(?m)^[ \t]*```(.*)$", text):
+        word = fence[1].strip()
+        if start is None:
+            language, start = "python" if word.lower() in ("python", "python3", "py") else word, fence.end() + 1
+        elif not word:
+            found[language], start = text[start:max(start, fence.start() - 1)], None
     return found.get("python", found.get(""))
 
 

@@ -96,7 +96,7 @@ LIMITS = {  # (label, response) -> what math-verify 0.9 says, and why; the numbe
     ("[1,2]", r"\boxed{1\le x\le 2}"): (0, "a chain of inequalities is no interval"),
     ("2", r"\boxed{2 \pmod 5}"): (0, "the modulus is not read"),
     (r"\frac{\pi}{2}", r"\boxed{90^\circ}"): (0, "degrees are a unit, so 90"),
-    ("\u0661", r"\boxed{1}"): (0, "no digits but 0 to 9")}
+    ("1", "\\boxed{\u200f1}"): (0, "an invisible mark spoils a number"), ("\u0661", r"\boxed{1}"): (0, "no digits but 0 to 9")}
 
 IF = "instruction_id_list"
 def follow(name, response, reward, **kwargs):
