@@ -102,11 +102,12 @@ def test_each_ends_within_its_limit(name, as_tests, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir()), "its folder is left"
 
 
-def test_it_dies_with_the_process_that_waits():
+def test_it_dies_with_the_process_that_waits(tmp_path):
     code = ("import os, signal, subprocess, threading, time, sandbox\nsandbox.check()\n"
             "threading.Thread(target=sandbox.run_python, args=('import time; time.sleep(1000)', '', 1000.0), daemon=True).start()\n"
             "time.sleep(1.5)\nprint(open(f'/proc/self/task/{threading.enumerate()[1].native_id}/children').read(), flush=True)\nos.kill(os.getpid(), 9)")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=pathlib.Path(sandbox.__file__).parent)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=pathlib.Path(sandbox.__file__).parent,
+                         env=os.environ | {"TMPDIR": str(tmp_path)})
     pid, end_s = int(out.stdout), time.monotonic() + 20
     while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < end_s:
         time.sleep(0.05)
