@@ -1,7 +1,7 @@
 """
 test_sandbox.py: programs that want more than they may have. Each is a real process, really confined.
 
-Run:   pytest -q tests/test_sandbox.py       (about half a minute on two cores)
+Run:   pytest -q tests/test_sandbox.py       (about a minute on two busy cores)
 """
 import ctypes
 import os
