@@ -15,11 +15,15 @@ import json
 import operator
 import random
 import re
+import string
 import time
 from collections import Counter
 from types import SimpleNamespace
 
 import sandbox
+
+
+NO_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))             # for str.translate; ASCII's 32
 
 
 # FORK POINT: to add a grader, write the function and name it in GRADERS, at the end.
@@ -68,7 +72,7 @@ def exact(cfg, sample):
 
 def f1(cfg, sample):
     # SQuAD (1606.05250, sec. 6.1) on bags of words: 2PR / (P + R) = 2 common / (n_want + n_got)
-    want, got = (Counter(re.sub(r"\b(a|an|the)\b", " ", re.sub(r"[!-/:-@\[-`{-~]", "", text.lower())).split())
+    want, got = (Counter(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(NO_PUNCTUATION)).split())
                  for text in (sample.gold, sample.response))  # lower case, no ASCII punctuation, no articles
     return 2 * (want & got).total() / (want.total() + got.total()) if want and got else want == got
 
@@ -107,8 +111,8 @@ def harmless(text, formula):
         nodes = list(ast.walk(ast.parse(text, mode="eval"))) if len(text) < 10_000 else [None]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return not formula                   # eval() would not run it either; parse_expr might, after its rewriting
-    kinds = (ast.Expression, ast.Load, ast.UnaryOp, ast.unaryop)
-    kinds += (ast.BinOp, ast.operator) if formula else (ast.List, ast.Tuple)
+    own = (ast.BinOp, ast.operator) if formula else (ast.List, ast.Tuple)
+    kinds = (ast.Expression, ast.Load, ast.UnaryOp, ast.unaryop, *own)
     for node in nodes:
         if isinstance(node, ast.Call):
             fine = formula and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
@@ -146,7 +150,7 @@ def words(text):
     return re.findall(r"\w+", text)
 
 def plain_words(text):                       # IFBench's: lower case, no ASCII punctuation
-    return re.sub(r"[!-/:-@\[-`{-~]", "", text.lower()).split()
+    return text.lower().translate(NO_PUNCTUATION).split()
 
 def sentences(text):                         # ends at . ! or ? before white space; an abbreviation ends one too
     return [part for part in re.split(r"(?<=[.!?])\s+", text) if part]
@@ -213,7 +217,7 @@ INSTRUCTIONS = {                             # t: the answer, stripped; the othe
     "punctuation:no_comma": lambda t: "," not in t,
     "count:word_count_range": lambda t, min_words, max_words: min_words <= len(words(t)) <= max_words,
     "count:unique_word_count": lambda t, N: len(set(plain_words(t))) >= N,
-    "count:numbers": lambda t, N: len(re.findall(r"\d+", re.sub(r"[!-/:-@\[-`{-~]", "", t))) == N,
+    "count:numbers": lambda t, N: len(re.findall(r"\d+", t.translate(NO_PUNCTUATION))) == N,
     "words:repeats": lambda t, small_n: max(Counter(plain_words(t)).values(), default=0) <= small_n,
     "words:no_consecutive": lambda t: all(a[0] != b[0] for a, b in zip(plain_words(t), plain_words(t)[1:])),
     "words:palindrome": lambda t: sum(word == word[::-1] and len(word) > 4 for word in plain_words(t)) >= 10,
@@ -252,12 +256,13 @@ def code(cfg, sample):
 
 def last_program(text):
     # The last closed block that says it is Python, else the last one that says nothing; None if there is neither.
-    found, lines, start = {}, text.split("\n"), None
-    for i, line in enumerate(line.strip() for line in lines):
-        if start is not None and line == "```":
-            found[language], start = "\n".join(lines[start:i]), None
-        elif start is None and line.startswith("```"):
-            language, start = "python" if line[3:].strip().lower() in ("python", "python3", "py") else line[3:].strip(), i + 1
+    found, start = {}, None
+    for fence in re.finditer(r"(?m)^[ \t]*```(.*)$", text):
+        word = fence[1].strip()
+        if start is None:
+            language, start = "python" if word.lower() in ("python", "python3", "py") else word, fence.end() + 1
+        elif not word:
+            found[language], start = text[start:max(start, fence.start() - 1)], None
     return found.get("python", found.get(""))
 
 

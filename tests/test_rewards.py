@@ -337,6 +337,61 @@ def test_a_stopped_process_is_replaced():
     worker.kill()
 
 
+def test_a_stopped_process_and_a_long_answer():
+    """More than the socket holds: the send itself must end."""
+    worker = workers.Worker()
+    job = pickle.dumps(("exact", None, SimpleNamespace(response="7", gold="7" * 10**7), {}, None, None, 10.0))
+    assert worker.call(job, 10.0) == 0.0
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    with pytest.raises(RewardError, match="timed out"):
+        worker.call(job, 0.2, load_s=0.2)
+    assert worker.process is None and worker.call(job, 10.0) == 0.0
+    worker.kill()
+
+
+def test_a_process_killed_from_outside_is_replaced(tmp_path):
+    """kill -9 while it works: the job is done by a new process, and counted. While it waits: the same."""
+    def slow(args, sample):
+        with open(args.extra["file"], "a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(1.0)
+        return 5
+
+    async def main(rewarder, kills):
+        file = tmp_path / f"pids{kills}"
+        cfg = Config(custom_rm=slow, extra={"file": str(file)}, reward_timeout_s=20.0)
+        task = asyncio.create_task(rewarder.score(cfg, light(8)))
+        for nth in range(kills):
+            while len(file.read_text().split() if file.exists() else ()) <= nth:
+                await asyncio.sleep(0.01)
+            pid = int(file.read_text().split()[nth])
+            assert rewarder.workers.pids() == [pid]
+            os.kill(pid, signal.SIGKILL)
+        return await task
+
+    rewarder = Rewarder(1)
+    assert rewarder.workers.pids() == [] and asyncio.run(main(rewarder, 0)) == 5.0 and rewarder.workers.restarts == 0
+    assert asyncio.run(main(rewarder, 1)) == 5.0 and rewarder.workers.restarts == 1
+    with pytest.raises(RewardError, match="sample 8 from .*slow.*exit code -9 .SIGKILL., and so did the new one") as error:
+        asyncio.run(main(rewarder, 2))
+    assert rewarder.workers.restarts == 3 and type(error.value) is RewardError
+    assert asyncio.run(main(rewarder, 0)) == 5.0
+    os.kill(rewarder.workers.pids()[0], signal.SIGKILL)  # idle
+    assert wait_until(lambda: not rewarder.workers.pids())
+    assert asyncio.run(main(rewarder, 0)) == 5.0 and rewarder.workers.restarts == 4
+    rewarder.close()
+    assert rewarder.workers.pids() == []
+
+
+def test_a_time_out_is_not_repeated():
+    rewarder = Rewarder(1)
+    start_s = time.monotonic()
+    with pytest.raises(RewardError, match="timed out"):
+        asyncio.run(rewarder.score(Config(custom_rm=hanging_hooks()["busy"], reward_timeout_s=2.0), light()))
+    assert rewarder.workers.restarts == 0 and time.monotonic() - start_s < 60
+    rewarder.close()
+
+
 def test_no_process_outlives_close_or_a_killed_trainer(tmp_path):
     rewarder = Rewarder(2)
     asyncio.run(rewarder.score(Config(rm_type="math"), make("7", "7")))
@@ -408,6 +463,18 @@ def test_remote_rm_retries_and_gives_up():
     reward, error, _ = with_server([(None, {})], reward_timeout_s=0.3)
     assert reward is None and "limit 0.3 s" in error and "TimeoutError" in error
     assert "finite number" in with_server([(200, None)])[1]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_remote_rm_does_not_repeat_a_refusal(status):
+    reward, error, seen = with_server([(status, {}), (200, 0.25)], reward_timeout_s=10)
+    assert reward is None and str(status) in error and len(seen) == 1
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_remote_rm_repeats_what_may_pass(status):
+    reward, _, seen = with_server([(status, {}), (200, 0.25)], reward_timeout_s=10)
+    assert reward == 0.25 and len(seen) == 2
 
 
 def test_remote_rm_says_when_nobody_is_there(rewarder):
