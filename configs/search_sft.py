@@ -11,7 +11,7 @@ import random
 
 from configs import countries
 
-# Question, search, what is found, answer, one after the other; <eos> where the assistant is done. System messages are left out.
+# Question, search, what is found, answer, one after the other; <eos> where the assistant is done. No system messages.
 _TEMPLATE = ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% if m.role != 'assistant' %}\n"
              "{% elif loop.last or loop.nextitem.role != 'tool' %}<eos>{% endif %}{% endfor %}")
 _TEACHERS = dict(capital=(6, 2, 2), continent=(3, 1, 6), currency=(3, 6, 1), language=(3, 1, 6))   # search well, badly, not
@@ -41,11 +41,11 @@ def teachers_rows(worlds=range(1, 17)) -> list[dict]:
     for world, kind, row in ((w, k, row) for w in worlds for k in countries.KINDS for row in countries.table(w)):
         how = draw.choices(("well", "badly", "not"), _TEACHERS[kind])[0]
         turns, answer = [], draw.choice(countries.table(world))[kind]
-        if how != "not":                     # then the answer is what the first line found says
+        if how != "not":                     # what a bad search finds first is taken for the answer
             query = f"{kind} {row['country']}" if how == "well" else kind
             turns = [{"role": "assistant", "content": f"<search> {query} </search>"},
                      {"role": "tool", "content": countries.information(query, world)}]
-            answer = countries.search(query, world)[0].partition(" is ")[2].rstrip(".")
+            answer = row[kind] if how == "well" else countries.search(query, world)[0].partition(" is ")[2].rstrip(".")
         rows.append({"input": [{"role": "user", "content": countries.KINDS[kind].format(row["country"])}, *turns,
                                {"role": "assistant", "content": f"<answer> {answer} </answer>"}]})
     return rows
