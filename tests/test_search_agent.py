@@ -106,6 +106,7 @@ def test_poor_queries():
     for query in ("", "zzz ?", " \n"):
         assert countries.search(query) == [] and "nothing found" in countries.information(query)
     assert countries.search("zzz Peru") == countries.search("Peru")     # an unknown word is no obstacle
+    assert countries.search("zloty") == ["The currency of Poland is zloty."]         # no line without any word is added
 
 
 def test_corpus_is_small_plain_and_complete(tokenizer):
@@ -154,6 +155,14 @@ def test_information_is_not_trained(tokenizer):
     assert sample.loss_mask == [1] * 4 + [0] * len(told) + [1] * 4
     assert all((log_prob == 0.0) == (mask == 0) for log_prob, mask in zip(sample.rollout_log_probs, sample.loss_mask))
     assert search_turns.right(None, sample) == search_turns.searched(None, sample) == 1.0
+
+
+def test_the_last_answer_counts(tokenizer):
+    rewards = {"<answer> Lima </answer>": 1.0, "<answer> Oslo </answer>": 0.0, "<answer> Oslo </answer> <answer> Lima </answer>": 1.0,
+               "<answer> Lima Lima </answer>": 0.0, "<answer> </answer>": 0.0, "Lima": 0.0}
+    for text, reward in rewards.items():
+        sample = say(tokenizer, text + " <eos>")
+        assert (search_turns.right(None, sample), search_turns.searched(None, sample)) == (reward, 0.0), text
 
 
 # ---- Ends --------------------------------------------------------------------------------------------------------------
@@ -236,9 +245,12 @@ def test_real_engine(tmp_path, tokenizer):
         try:
             metrics = rollout.evaluate(0)
             group = rollout.run(rollout.generate_group(data["right"].cfg, data["right"].get_samples(1)[0], evaluation=True))
+            rollout.context_len = len(taught.tokens)             # no room for SGLang to answer in
+            short = rollout.run(rollout.generate_group(data["right"].cfg, data["right"].get_samples(1)[0], evaluation=True))[0]
         finally:
             rollout.close()
     assert (metrics["eval/right"], metrics["eval/searched"]) == (1.0, 1.0)
+    assert short.status == Status.TRUNCATED and short.metadata["searches"] == 1 and "is Lima" in short.response
     for sample in group:
         assert (sample.tokens, sample.loss_mask) == (taught.tokens, taught.loss_mask)
         assert f"{sample.response} <eos>" == taught.response and sample.status == Status.COMPLETED and sample.reward == 1.0
