@@ -35,10 +35,10 @@ eval_temperature = 0.0
 
 rollout_batch_size = 32           # P prompts
 n_samples_per_prompt = 8          # n: 256 samples a step
-num_rollout = 50
+num_rollout = 30
 rollout_shuffle = True
 rollout_max_response_len = 64     # all turns together: a search is 4 tokens, what it finds 20, an answer 4
-eval_interval = 10
+eval_interval = 5
 save_interval = 10
 
 advantage_estimator = "grpo"
