@@ -7,8 +7,8 @@ fully_async.py: how does generation run on while training goes on? A pool of gro
 
 How staleness stays within max_staleness (h below), in weight updates between a sample's oldest token and its training. Batch s
 is trained at version s, so a group begun at version v must be in a batch up to v + h: its last one.
- 1. A group is only begun while fewer than (v + h + 1) * P groups are trained, ready or under way (P = rollout_batch_size; AReaL
-    2505.24298, 5.1). So never more of them have their last batch up to d than the batches up to d have room for.
+ 1. A group is only begun while fewer than (v + h + 1) * P groups are trained, ready or under way (P = rollout_batch_size;
+    AReaL 2505.24298, 5.1). So never more of them have their last batch up to d than the batches up to d have room for.
  2. A batch takes those first whose last batch is nearest, and is not taken before so many of them are ready that the others
     still have room. So a slow group is waited for, and nothing is thrown away for its age. With
     mask_offpolicy_in_partial_rollout nobody is waited for; tokens too old are context then, not trained.
@@ -61,7 +61,7 @@ class FullyAsyncRollout(Rollout):
                 return
 
     def birth(self, group: list[Sample]) -> int:
-        """Of a group that was put back the version of its oldest token; if its last batch has no room any more, it begins anew."""
+        """Of a group that was put back the version of its oldest token; where its last batch has no room it begins anew."""
         version = oldest_version(group, self.client.weight_version)
         room = (version + self.cfg.max_staleness + 1) * self.cfg.rollout_batch_size - self.taken
         if version == self.client.weight_version or sum(born <= version for born in self.born.values()) < room:
@@ -131,8 +131,9 @@ class FullyAsyncRollout(Rollout):
             return f"step {step} has {len(self.ready)} of {size} groups"
         for last in range(step, step + h) if not self.cfg.mask_offpolicy_in_partial_rollout else ():
             due = [g for g, born in self.born.items() if born + h <= last]
-            if len(due) - sum(g in self.ready for g in due) > (last - step) * size:      # more than the later ones have room for
-                return f"step {step} waits for some of groups {[g for g in due if g not in self.ready]}, due by step {last}"
+            late = [g for g in due if g not in self.ready]
+            if len(late) > (last - step) * size:                 # more than the later batches have room for
+                return f"step {step} waits for some of groups {late}, due by step {last}"
         return None
 
     def take(self, step: int) -> list[list[Sample]]:
