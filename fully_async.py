@@ -23,7 +23,7 @@ import time
 from collections import Counter
 
 import hooks
-from sample import Sample
+from sample import Sample, Status
 from rollout import Rollout, RolloutResult, start_over
 
 
@@ -46,6 +46,7 @@ class FullyAsyncRollout(Rollout):
     def admit(self) -> None:
         """Begin as many groups as rule 1 allows. Called whenever that may have changed."""
         cfg = self.cfg
+        hooks.running.set(self)              # for the tasks that are begun here
         steps = min(self.client.weight_version + cfg.max_staleness + 1, cfg.num_rollout or math.inf)
         limit = steps * cfg.rollout_batch_size
         while self.error is None and self.taken + len(self.ready) + len(self.under_way) < limit:
@@ -161,9 +162,13 @@ class FullyAsyncRollout(Rollout):
         """At one moment: the data, and the groups that are ready or under way, which a resumed run has first."""
         async def snapshot():
             ready = [[s.to_dict() for s in group] for group in self.ready.values()]
-            under_way = [[s.to_dict() for s in group] for group in self.under_way.values()]
+            under_way = [[self.interrupted(s) for s in group] for group in self.under_way.values()]
             return {"data": self.data.state_dict(), "ready": ready, "under_way": under_way}
         return self.client.run(snapshot())
+
+    def interrupted(self, sample: Sample) -> dict:
+        """Between two turns of a conversation a sample looks finished."""
+        return sample.to_dict() | ({"status": Status.ABORTED.value} if sample.index in self.generating else {})
 
     def load_state_dict(self, state: dict) -> None:
         self.data.load_state_dict(state["data"])

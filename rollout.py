@@ -59,6 +59,7 @@ class Rollout:
         self.rewarder = Rewarder(cfg.reward_workers)
         self.on_progress = on_progress       # (finished, wanted) groups, from the event loop's thread
         self.restarted = 0                   # samples begun anew in this step, for staleness
+        self.generating: set[int] = set()    # samples that a hook has now, by index
         self.client = client = Client(cfg, engines, data.tokenizer, data.context_len, run_dir)
         # What hooks get as `args`: every setting of the run, also in evaluation, and upstream's way to reach the engines.
         host, port = engines.router_url.removeprefix("http://").split(":")
@@ -302,15 +303,21 @@ class Rollout:
             return [await self.client.generate(sample, params)]
         extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(hook).parameters else {}
         version = self.client.weight_version
+        self.generating.add(sample.index)
         try:
             async with asyncio.timeout(cfg.generate_timeout_s) as limit:
                 out = await hook(self.args, sample, params, **extra)
+        except asyncio.CancelledError:       # not wanted any more: between two turns it looks finished, and is not
+            sample.status = Status.ABORTED
+            raise
         except TimeoutError as error:
             if not limit.expired():          # the hook's own
                 raise
             raise TimeoutError(f"sample {sample.index}: {getattr(hook, '__qualname__', hook)} was not done in "
                                f"{cfg.generate_timeout_s:.0f} s; does a tool hang? Else set generate_timeout_s "
                                "higher") from error
+        finally:
+            self.generating.discard(sample.index)
         samples = out if isinstance(out, list) else [out]
         for one in samples:
             hooks.complete(one, version)

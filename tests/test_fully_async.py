@@ -220,7 +220,8 @@ def test_a_hooks_own_request_is_whole(make, reference):
                                      "sampling_params": params | {"max_new_tokens": 400, "ignore_eos": True}})
         pairs = out["meta_info"]["output_token_logprobs"]
         assert [pair[1] for pair in pairs] == out["output_ids"] and out["meta_info"]["completion_tokens"] == 400
-        assert out["text"] == args.tokenizer.decode(out["output_ids"])
+        # The tiny model has ids that its tokenizer does not know: SGLang writes <pad> for them, decode() nothing.
+        assert out["text"].replace("<pad>", "") == args.tokenizer.decode(out["output_ids"]).replace("<pad>", "")
         sample.append_response_tokens(args, tokens=out["output_ids"], log_probs=[pair[0] for pair in pairs],
                                       meta_info=out["meta_info"], text=out["text"])
         return sample
