@@ -9,7 +9,8 @@ A search agent on a laptop, in the manner of Search-R1 (2503.09516): it learns b
 First configs/search_sft.py imitates teachers who often search badly or not at all. Then GRPO on real facts, with no more than
 "right" or "wrong". The held-out questions are about countries of which no stage trains a fact: only a search can tell.
 
-A chat model that runs here can take the small one's place, with no SFT: its prompt says how to search (countries.HOW_TO).
+A chat model can take the small one's place, with no SFT: its prompt says how to search (countries.HOW_TO). It must follow such
+words now and then: SmolLM2-135M went through the loop, but it never searched, so there was nothing to reinforce.
     python train.py configs/search_agent.py --hf_checkpoint=FOLDER --rollout_max_response_len=512
 """
 from configs.countries import questions

@@ -240,6 +240,7 @@ def test_real_engine(tmp_path, tokenizer):
     cfg = dataclasses.replace(config("search_agent.py"), prompt_data=lambda: [QUESTION],
                               eval_prompt_data=dict(right=held, searched=held | dict(custom_rm=search_turns.searched)))
     with running_engines(tmp_path, str(tmp_path / "model"), rollout_num_gpus=1) as engines:
+        engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})     # as a first sync would
         data = {name: DataSource(base.eval_config(cfg, name), tokenizer, 256) for name in cfg.eval_prompt_data}
         rollout = Rollout(cfg, engines, DataSource(cfg, tokenizer, 256), data, tmp_path)
         try:
