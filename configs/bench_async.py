@@ -1,0 +1,39 @@
+"""
+What overlap gives: a trainer and an engine on a device each, answers of very different lengths, a reward that from the middle of the
+run on takes a second. Random weights of Qwen3-0.6B's shape.
+
+    python benchmarks/overlap.py outputs/overlap             this run, synchronous, one step off and fully asynchronous
+"""
+import asyncio
+import os
+import random
+
+from configs.shapes import random_model
+
+_random, _steps = random.Random(0), int(os.environ.get("FREE_STEPS", 8))
+rollout_batch_size, n_samples_per_prompt, num_rollout = 32, 8, 2 * _steps
+_slow_from = _steps * 32          # groups: the second half of the run
+hf_checkpoint = random_model("Qwen/Qwen3-0.6B")
+rollout_max_response_len = 2048
+
+
+def prompt_data() -> list[dict]:
+    return [dict(input="".join(chr(_random.randrange(32, 127)) for _ in range(128))) for _ in range(512)]
+
+
+async def custom_generate_function(args, sample, sampling_params):
+    """64 to 2,048 tokens, most of them short; random weights never end an answer."""
+    length = int(64 * 32 ** (random.Random(sample.index).random() ** 2))
+    return await args.generate(sample, sampling_params | {"max_new_tokens": length, "ignore_eos": True})
+
+
+async def custom_rm(args, sample):
+    """A judge that takes its time, elsewhere."""
+    await asyncio.sleep(1.0 if sample.group_index >= _slow_from else 0.0)
+    return float(sample.index % 2)
+
+
+lr = 1e-6
+rollout_num_gpus = 1
+max_tokens_per_gpu = 16384
+check_weight_update_interval = 0
