@@ -10,6 +10,7 @@ the synchronous run); tokens that the engine wrote a second of the time in which
 """
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -38,9 +39,13 @@ def main() -> None:
     for way, settings in WAYS.items():
         name = way.replace(",", "").replace(" ", "_")
         command = [sys.executable, "train.py", "configs/bench_async.py", f"--output_dir={out}", f"--run_name={name}", *settings, *extra]
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / f"{name}.log", "w") as log:
-            subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
+        done = out / f"{name}.done"          # called again, it goes on with the ways that are missing
+        if not done.exists():
+            shutil.rmtree(out / name, ignore_errors=True)
+            out.mkdir(parents=True, exist_ok=True)
+            with open(out / f"{name}.log", "w") as log:
+                subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
+            done.touch()
         rows = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
         free_rate = None
         for reward, one in zip(("free", "1 s"), halves([row for row in rows if row["step"] >= 0])):
