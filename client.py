@@ -236,7 +236,7 @@ class Client:
                     answer = self.watched(push)
                     break
                 except EngineError as error:
-                    print(f"the weight sync failed: {error}", flush=True)
+                    print(f"the weight sync failed: {str(error).splitlines()[-1]}", flush=True)
                     if not self.run(self.mend()):
                         raise                # all live, so another try would fail as well
             self.weight_version = version
