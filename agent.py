@@ -71,9 +71,9 @@ class Conversation:
         return sum(len(turn.get("tool_calls", ())) for turn in self.sample.turns)
 
     def waiting(self) -> str:
-        """Whose turn it is: "assistant", or "tool" where it was put back before a call's result came."""
+        """Whose turn it is: "assistant", or "others" where it was put back before they had answered."""
         last = self.sample.turns[-1] if self.sample.turns else {"role": "user"}
-        return "tool" if last["role"] == "assistant" and "end" in last else "assistant"
+        return "others" if last["role"] == "assistant" and "end" in last else "assistant"
 
     async def say(self) -> str:
         """The assistant's next turn -> its text, special tokens and all. Why it ended is in sample.status."""
