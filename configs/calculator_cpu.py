@@ -31,7 +31,7 @@ eval_temperature = 0.0
 
 rollout_batch_size = 32           # P prompts
 n_samples_per_prompt = 8          # n: 256 samples a step
-num_rollout = 30
+num_rollout = 25
 rollout_shuffle = True
 rollout_max_response_len = 64     # all turns together: a call is 8 tokens, its result up to 8, the answer 5
 eval_interval = 5

@@ -40,7 +40,7 @@ apply_chat_template = True
 loss_type = "sft"
 
 rollout_batch_size = 128          # examples a step
-num_rollout = 300                 # each of the 24,057 rows once or twice
+num_rollout = 240                 # 30,720 examples of 24,057 rows
 rollout_shuffle = True
 lr = 3e-3
 lr_warmup_iters = 20
