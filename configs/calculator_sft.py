@@ -22,7 +22,7 @@ def teachers_rows() -> list[dict]:
     for row in questions(held_out=False):
         text, sign = row["input"], row["input"][2]
         how = draw.choices(("well", "badly", "not"), _TEACHERS[sign])[0]
-        turns, answer = [], calculator(draw.choice(("{}+{}", "{}-{}", "{}*{}")).format(draw.randint(10, 99), draw.randint(10, 99)))
+        turns, answer = [], calculator(f"{draw.randint(10, 99)}{draw.choice('+-*')}{draw.randint(10, 99)}")     # a guess
         if how != "not":
             typed = text if how == "well" else text.replace(sign, draw.choice("+-*".replace(sign, "")))
             answer, call = calculator(typed), {"name": "calculator", "arguments": {"expression": typed}}
