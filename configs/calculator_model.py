@@ -14,7 +14,8 @@ _RESULT = ("\n<|im_start|>user\n<tool_response>\n", "\n</tool_response>")
 # Qwen's way to write conversations, with the tools' names in the place of their descriptions.
 _TEMPLATE = ("{% if tools %}<|im_start|>system\nTools: {{ tools | map(attribute='function.name') | join(', ') }}<|im_end|>\n"
              "{% endif %}"
-             "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
+             "{% for m in messages %}"
+             "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
              "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
              "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
              "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")

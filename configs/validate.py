@@ -142,12 +142,10 @@ def validate_generation(cfg: Config) -> None:
     """Tools, hooks that replace others, and faults."""
     if cfg.tools:
         need(cfg.apply_chat_template, "tools are written into the prompt by the chat template; set apply_chat_template=True")
-        need(cfg.tool_call_parser, "how does the model write a call? set tool_call_parser: 'qwen25' (Qwen, Hermes: JSON in "
-             "<tool_call>), 'llama3', 'glm45', 'deepseekv3', 'kimi_k2', ... (python -m sglang.launch_server --help has all)")
         from sglang.srt.function_call.function_call_parser import FunctionCallParser     # 2 s to import: only when asked
         known = sorted(FunctionCallParser.ToolCallParserEnum)
-        need(cfg.tool_call_parser in known, f"tool_call_parser={cfg.tool_call_parser!r} is no parser of SGLang; set it to one of "
-             f"{', '.join(known)}")
+        need(cfg.tool_call_parser in known, f"tool_call_parser={cfg.tool_call_parser!r}: how does the model write a call? set it "
+             f"to 'qwen25' for Qwen and Hermes (JSON in <tool_call>), or another of SGLang's names: {', '.join(known)}")
         need(not cfg.custom_generate_function, "custom_generate_function runs the conversation itself; remove tools, or call "
              "agent.converse(args, sample, sampling_params, tools=[...]) in it")
         need(cfg.loss_type != "sft", "tools are called by no one with loss_type='sft'; describe them in the rows (tool_key)")
