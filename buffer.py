@@ -126,8 +126,9 @@ class DataSource:
         if self.tools:                       # a template that knows no tool's result: raise now, not at the first call
             name, number = cfg.tools[0].__name__, "call00000"
             call = {"type": "function", "id": number, "function": {"name": name, "arguments": {}}}
-            turn, result = {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": name, "content": "1"}
-            chat.reply(tokenizer, [{"role": "user", "content": "?"}], turn, [result | {"tool_call_id": number}], True, self.tools,
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "name": name, "tool_call_id": number, "content": "1"}
+            chat.reply(tokenizer, [{"role": "user", "content": "?"}], turn, [result], True, self.tools,
                        **cfg.apply_chat_template_kwargs)
         rows, self.skipped = read_rows(cfg, cfg.prompt_data)
         self.prompts = self.prepare(rows)

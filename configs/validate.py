@@ -144,8 +144,8 @@ def validate_generation(cfg: Config) -> None:
         need(cfg.apply_chat_template, "tools are written into the prompt by the chat template; set apply_chat_template=True")
         from sglang.srt.function_call.function_call_parser import FunctionCallParser     # 2 s to import: only when asked
         known = sorted(FunctionCallParser.ToolCallParserEnum)
-        need(cfg.tool_call_parser in known, f"tool_call_parser={cfg.tool_call_parser!r}: how does the model write a call? set it "
-             f"to 'qwen25' for Qwen and Hermes (JSON in <tool_call>), or another of SGLang's names: {', '.join(known)}")
+        need(cfg.tool_call_parser in known, f"tool_call_parser={cfg.tool_call_parser!r}: how does the model write a call? set "
+             f"it to 'qwen25' for Qwen and Hermes (JSON in <tool_call>), or another of SGLang's names: {', '.join(known)}")
         need(not cfg.custom_generate_function, "custom_generate_function runs the conversation itself; remove tools, or call "
              "agent.converse(args, sample, sampling_params, tools=[...]) in it")
         need(cfg.loss_type != "sft", "tools are called by no one with loss_type='sft'; describe them in the rows (tool_key)")
