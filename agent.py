@@ -47,7 +47,7 @@ async def converse(args, sample: Sample, params: dict, tools: list[Callable] | N
         if not calls or talk.turns_done() >= args.max_turns:     # a result that nobody would read is not asked for
             sample.status = Status.TRUNCATED if calls else Status.COMPLETED
             return sample
-        sample.status = Status.PENDING       # NOTE: else an abort meanwhile would take the sample for finished
+        sample.status = Status.PENDING       # while the tools run: see say()
         if not talk.hear(*await asyncio.gather(*(run_tool(args, tools, call) for call in calls))):
             return sample
 
@@ -76,7 +76,11 @@ class Conversation:
         return "others" if last["role"] == "assistant" and "end" in last else "assistant"
 
     async def say(self) -> str:
-        """The assistant's next turn -> its text, special tokens and all. Why it ended is in sample.status."""
+        """The assistant's next turn -> its text, special tokens and all. Why it ended is in sample.status.
+
+        NOTE: who goes on and awaits something else before hear() sets that to PENDING first, or an abort meanwhile would take
+        the sample for finished.
+        """
         sample = self.sample
         if not (sample.turns and sample.turns[-1]["role"] == "assistant" and "end" not in sample.turns[-1]):
             sample.turns = [*sample.turns, {"role": "assistant", "content": "", "begin": sample.response_length}]

@@ -587,3 +587,44 @@ def test_tools_that_raise_hang_and_kill_themselves(engines, tokenizer, tmp_path,
     errors = sum("error" in turn for s in result.samples for turn in s.turns)
     assert result.metrics["rollout/tool_errors"] == errors / len(result.samples) > 0
     assert result.metrics["rollout/reward_restarts"] > 0         # processes that were killed are counted
+
+
+def test_put_back_while_tools_run(engines, tokenizer, tmp_path):
+    """Three steps in which groups wait in a tool, or in the engine, when the batch is full: they go on, none of their tokens lost."""
+    async def calculator(expression: str) -> str:                # noqa: F811
+        """
+        Takes its time.
+
+        Args:
+            expression: which
+        """
+        await asyncio.sleep(0.05 * len(expression))
+        return expression
+    cfg = dataclasses.replace(config("calculator_cpu.py"), tools=[calculator], rollout_batch_size=2, over_sampling_batch_size=8,
+                              n_samples_per_prompt=4, global_batch_size=8, partial_rollout=True, max_staleness=8)
+    rollout, sent, done = Rollout(cfg, engines, DataSource(cfg, tokenizer, 256), {}, tmp_path), [], []
+    take = rollout.client.take
+
+    def recorded(sample, meta, *rest):
+        sent.append((sample.index, step, [(pair[1], pair[0], step) for pair in meta["output_token_logprobs"]]))
+        return take(sample, meta, *rest)
+    rollout.client.take = recorded
+    try:
+        for step in range(3):
+            engines.post("/update_weight_version", {"new_version": str(step), "abort_all_requests": False})
+            rollout.client.weight_version = step
+            done += rollout.generate(step).samples
+    finally:
+        rollout.close()
+        engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+    for s in done:
+        s.check()
+        assert [(i, p, v) for i, p, v, m in rows(s) if m] == [token for who, _, answer in sent if who == s.index for token in answer]
+        assert all((p, v) == (0.0, -1) for _, p, v, m in rows(s) if not m)
+        text = s.prompt                      # and the conversation as it must read
+        for turn in s.turns:
+            text += (turn["content"] if turn["role"] == "tool" else
+                     tokenizer.decode(s.response_ids()[turn["begin"]:turn["end"]]) + "\n<|im_start|>user\n<tool_response>\n")
+            text += "\n</tool_response><|im_end|>" + START if turn["role"] == "tool" else ""
+        assert tokenizer.decode(s.tokens) == text.removesuffix("\n<|im_start|>user\n<tool_response>\n")
+    assert any(len({step for who, step, answer in sent if who == s.index and answer}) > 1 for s in done), "nobody was put back"
