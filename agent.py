@@ -18,14 +18,16 @@ Knows nothing about: HTTP, groups, rewards.      Source: the loop of ReAct (2210
 import asyncio
 import inspect
 import json
+import logging
 from collections.abc import Callable
 
 import chat
 from sample import Sample, Status
+from workers import WorkerError
 
 
 async def converse(args, sample: Sample, params: dict, tools: list[Callable] | None = None) -> Sample:
-    """Turns until the model calls no tool any more, or max_turns, tokens or context are used up (then it is TRUNCATED).
+    """Turns until the model calls no tool any more. TRUNCATED: it would, but max_turns, tokens or context are used up.
 
     tools: functions, `def` (run in another process, so it may hang or crash) or `async def`; default args.tools. Whatever a
     call does wrong, the model reads as the tool's output.
@@ -35,17 +37,18 @@ async def converse(args, sample: Sample, params: dict, tools: list[Callable] | N
     talk = Conversation(args, sample, params)
     while True:
         if talk.waiting() == "assistant":
-            if talk.turns_done() == args.max_turns:              # what the last call said is never read
-                sample.status = Status.TRUNCATED
-                return sample
             text = await talk.say()
             if sample.status != Status.COMPLETED:
                 return sample
             content, calls = parser(text)
+            calls = [call | {"id": call_id(args, call, i)} for i, call in enumerate(calls, talk.calls_made())]
             sample.turns[-1] |= {"content": content} | ({"tool_calls": calls} if calls else {})
         calls = sample.turns[-1].get("tool_calls", ())
-        results = await asyncio.gather(*(run_tool(args, tools, call) for call in calls))
-        if not results or not talk.hear(*results):
+        if not calls or talk.turns_done() >= args.max_turns:     # a result that nobody would read is not asked for
+            sample.status = Status.TRUNCATED if calls else Status.COMPLETED
+            return sample
+        sample.status = Status.PENDING       # while the tools run: see say()
+        if not talk.hear(*await asyncio.gather(*(run_tool(args, tools, call) for call in calls))):
             return sample
 
 
@@ -64,13 +67,20 @@ class Conversation:
     def turns_done(self) -> int:
         return sum("end" in turn for turn in self.sample.turns)
 
+    def calls_made(self) -> int:
+        return sum(len(turn.get("tool_calls", ())) for turn in self.sample.turns)
+
     def waiting(self) -> str:
-        """Whose turn it is: "assistant", or "tool" where a call was put back before its result came."""
+        """Whose turn it is: "assistant", or "others" where it was put back before they had answered."""
         last = self.sample.turns[-1] if self.sample.turns else {"role": "user"}
-        return "tool" if last["role"] == "assistant" and "end" in last else "assistant"
+        return "others" if last["role"] == "assistant" and "end" in last else "assistant"
 
     async def say(self) -> str:
-        """The assistant's next turn -> its text, special tokens and all. Why it ended is in sample.status."""
+        """The assistant's next turn -> its text, special tokens and all. Why it ended is in sample.status.
+
+        NOTE: who goes on and awaits something else before hear() sets that to PENDING first, or an abort meanwhile would take
+        the sample for finished.
+        """
         sample = self.sample
         if not (sample.turns and sample.turns[-1]["role"] == "assistant" and "end" not in sample.turns[-1]):
             sample.turns = [*sample.turns, {"role": "assistant", "content": "", "begin": sample.response_length}]
@@ -78,7 +88,7 @@ class Conversation:
         turn = sample.turns[-1]
         ids = sample.response_ids()[turn["begin"]:]
         ended = sample.status == Status.COMPLETED and ids and ids[-1] in self.args.end_ids
-        turn["content"] = self.args.tokenizer.decode(ids[:-1] if ended else ids)
+        turn["content"] = self.args.tokenizer.decode(ids[:-1] if ended else ids, clean_up_tokenization_spaces=False)
         if sample.status != Status.ABORTED:
             turn |= {"end": sample.response_length, "ended": bool(ended)}
         return turn["content"]
@@ -87,11 +97,13 @@ class Conversation:
         """Others' messages, and what asks for the assistant's next turn. False: no room for them, the sample is TRUNCATED."""
         sample, args = self.sample, self.args
         *before, turn = sample.turns
-        text = chat.reply(args.tokenizer, [*sample.metadata["messages"], *map(plain, before)], plain(turn), list(messages),
-                          turn["ended"], sample.metadata.get("tools"), **args.apply_chat_template_kwargs)
+        earlier = [*sample.metadata["messages"], *map(plain, before)]
+        text = chat.reply(args.tokenizer, earlier, plain(turn), [*map(plain, messages)], turn["ended"],
+                          sample.metadata.get("tools"), **args.apply_chat_template_kwargs)
         room = min(self.params["max_new_tokens"] - sample.response_length, args.context_len - len(sample.tokens))
-        ids = args.tokenizer(text[:100 * max(room, 1)], add_special_tokens=False)["input_ids"]       # a tool may say megabytes
-        if len(ids) >= room:
+        # A tool may say megabytes: what has 100 characters for each token that may come is too long, however it is split.
+        ids = args.tokenizer(text, add_special_tokens=False)["input_ids"] if len(text) <= 100 * room else None
+        if ids is None or len(ids) >= room:
             sample.status = Status.TRUNCATED
             return False
         sample.append(ids, trainable=False)
@@ -107,35 +119,48 @@ def plain(turn: dict) -> dict:
 
 # ---- Tools -----------------------------------------------------------------------------------------------------------
 def call_parser(args, tools: list[Callable]) -> Callable[[str], tuple[str, list[dict]]]:
-    """-> parser(text of a turn) -> what is said beside the calls, and the calls as chat messages have them.
+    """-> parser(text of a turn) -> what is said before the calls, and the calls as chat messages have them.
 
-    SGLang's parsers know the format of each family (tool_call_parser). A call that they cannot read, or of a tool that does
-    not exist, becomes a call of "unknown": run_tool answers it.
+    SGLang's parsers know the format of each family (tool_call_parser); they leave out what they cannot read, and tools that
+    do not exist. Where nothing is left, the text becomes a call of "unknown": run_tool says so.
     """
     from sglang.srt.entrypoints.openai.protocol import Tool      # 2 s to import: only where tools are
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)    # a line for each bad call; we count them
     schemas = [Tool(**chat.schema(tool)) for tool in tools]
 
     def parse(text):
-        parser = FunctionCallParser(schemas, args.tool_call_parser)      # one for each text: it remembers
+        parser = FunctionCallParser(schemas, args.tool_call_parser)          # one for each text: it remembers
         if not parser.has_tool_call(text):
             return text, []
-        content, found = parser.parse_non_stream(text)
-        calls = [{"name": one.name, "arguments": one.parameters} for one in found] or [{"name": "unknown", "arguments": text}]
+        try:
+            content, found = parser.parse_non_stream(text)
+            calls = [{"name": one.name, "arguments": json.loads(one.parameters)} for one in found]
+        except Exception:                    # of SGLang, about the model's words: a call that is JSON, but only "42"
+            content, calls = text, []
+        calls = calls or [{"name": "unknown", "arguments": {"text": text}}]
         return content, [{"type": "function", "function": call} for call in calls]
     return parse
 
 
+def call_id(args, call: dict, number: int) -> str:
+    """As the model's own template wants it: Kimi's has written it itself, Mistral's takes nine letters and digits."""
+    return f"functions.{call['function']['name']}:{number}" if args.tool_call_parser == "kimi_k2" else f"call{number:05}"
+
+
 async def run_tool(args, tools: dict[str, Callable], call: dict) -> dict:
     """-> the tool's message; "error" is set where it is about a failure, and counted (rollout/tool_errors)."""
-    name, text = call["function"]["name"], call["function"]["arguments"]
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    message = {"role": "tool", "name": name, "tool_call_id": call["id"]}
     try:
         if name not in tools:
             raise ValueError(f"this call cannot be read; call one of {', '.join(tools)} in the format shown")
-        arguments = json.loads(text)
+        if not isinstance(arguments, dict):
+            raise TypeError("the arguments must be an object with a name for each value")
         inspect.signature(tools[name]).bind(**arguments)         # TypeError names what is missing or too much
         result = await args.workers.call(tools[name], arguments, args.tool_timeout_s)
-        content, error = result if isinstance(result, str) else json.dumps(result, default=str), False
+        return message | {"content": result if isinstance(result, str) else json.dumps(result, default=str)}
     except Exception as problem:             # the model's arguments, or the tool's own code: the model shall read it
-        content, error = f"Error: {type(problem).__name__}: {problem}", True
-    return {"role": "tool", "name": name, "content": content} | ({"error": True} if error else {})
+        kind = "" if isinstance(problem, WorkerError) else f"{type(problem).__name__}: "         # a WorkerError names it
+        what = f"{problem}" or f"no result in {args.tool_timeout_s:g} s"                         # wait_for's has no words
+        return message | {"content": f"Error: {kind}{what:.500}", "error": True}

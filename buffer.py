@@ -123,6 +123,13 @@ class DataSource:
         self.cfg, self.tokenizer = cfg, tokenizer
         self.context_len = min(cfg.rollout_max_context_len or context_len, context_len)
         self.tools = [chat.schema(tool) for tool in cfg.tools] or None
+        if self.tools:                       # a template that knows no tool's result: raise now, not at the first call
+            name, number = cfg.tools[0].__name__, "call00000"
+            call = {"type": "function", "id": number, "function": {"name": name, "arguments": {}}}
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "name": name, "tool_call_id": number, "content": "1"}
+            chat.reply(tokenizer, [{"role": "user", "content": "?"}], turn, [result], True, self.tools,
+                       **cfg.apply_chat_template_kwargs)
         rows, self.skipped = read_rows(cfg, cfg.prompt_data)
         self.prompts = self.prepare(rows)
         self.examples = None                             # another source: the rows of sft_data, in an order of their own

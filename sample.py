@@ -108,6 +108,11 @@ class Sample:
             if have != n and not (name != "loss_mask" and have == 0):
                 raise ValueError(f"sample {self.index}: {name} has {have} entries for {n} response tokens; "
                                  f"extend responses with sample.append()")
+        spans = [(turn["begin"], turn.get("end", n)) for turn in self.turns if "begin" in turn]
+        others = sum(self.loss_mask) - sum(sum(self.loss_mask[begin:end]) for begin, end in spans)
+        if spans and others:                 # a tool's words, a user's, a template's
+            raise ValueError(f"sample {self.index}: {others} tokens would be trained that the model did not say in any of its "
+                             "turns; append what others say with trainable=False")
         if n >= len(self.tokens):            # the first response token needs one before it, to be predicted from
             raise ValueError(f"sample {self.index}: response_length {n} leaves no prompt in its {len(self.tokens)} tokens; "
                              f"tokens must be the prompt's ids followed by the response's")

@@ -142,8 +142,10 @@ def validate_generation(cfg: Config) -> None:
     """Tools, hooks that replace others, and faults."""
     if cfg.tools:
         need(cfg.apply_chat_template, "tools are written into the prompt by the chat template; set apply_chat_template=True")
-        need(cfg.tool_call_parser, "how does the model write a call? set tool_call_parser: 'qwen25' (Qwen, Hermes: JSON in "
-             "<tool_call>), 'llama3', 'glm45', 'deepseekv3', 'kimi_k2', ... (python -m sglang.launch_server --help has all)")
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser     # 2 s to import: only when asked
+        known = sorted(FunctionCallParser.ToolCallParserEnum)
+        need(cfg.tool_call_parser in known, f"tool_call_parser={cfg.tool_call_parser!r}: how does the model write a call? set "
+             f"it to 'qwen25' for Qwen and Hermes (JSON in <tool_call>), or another of SGLang's names: {', '.join(known)}")
         need(not cfg.custom_generate_function, "custom_generate_function runs the conversation itself; remove tools, or call "
              "agent.converse(args, sample, sampling_params, tools=[...]) in it")
         need(cfg.loss_type != "sft", "tools are called by no one with loss_type='sft'; describe them in the rows (tool_key)")
@@ -154,10 +156,13 @@ def validate_generation(cfg: Config) -> None:
                 from transformers.utils import get_json_schema
                 get_json_schema(tool)
             except Exception as error:       # of transformers: it says what is missing
-                raise ValueError(f"tools: {tool.__name__} needs type hints and a docstring with an Args: section, from which "
-                                 f"the model learns how to call it ({str(error).strip()})") from error
+                raise ValueError(f"tools: {tool.__name__}: {str(error).strip()} The model learns from these how to call it; "
+                                 "give the function type hints, and a docstring with an Args: section") from error
+        names = [tool.__name__ for tool in cfg.tools]
+        need(len(set(names)) == len(names), f"tools: {names} have not all a name of their own; rename one")
     else:
-        need(not cfg.tool_call_parser, "tool_call_parser has no effect without tools; remove it")
+        need(not cfg.tool_call_parser or cfg.custom_generate_function, "tool_call_parser has no effect without tools; "
+             "remove it")
     need(cfg.max_turns > 0, f"max_turns={cfg.max_turns} must be positive; set it to 1 or more")
     skipped = ("custom_generate_function", "tools", "dynamic_sampling_filter", "buffer_filter", "partial_rollout")
     for key in skipped if cfg.rollout_function else ():

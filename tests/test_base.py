@@ -302,6 +302,46 @@ def test_right_settings(load, settings):
     load(**settings)
 
 
+# ---- Tools -------------------------------------------------------------------------------------------------------------
+TOOL = '''
+def add(a: int, b: int) -> int:
+    """
+    Adds.
+
+    Args:
+        a: a number
+        b: another one
+    """
+    return a + b
+apply_chat_template, tool_call_parser, tools = True, "qwen25", [add]
+'''
+
+
+def test_right_tools(load):
+    assert [tool.__name__ for tool in load(text=TOOL).tools] == ["add"]
+    load(custom_generate_function="configs.base.fits", tool_call_parser="qwen25")        # it may call agent.converse itself
+
+
+@pytest.mark.parametrize("text, message", [
+    ("def bare(a: int):\n    pass\ntools = [bare]", "tools: bare: .*docstring.*; give the function type hints, and a docstring"),
+    ('def bare(a):\n    """Does.\n\n    Args:\n        a: b\n    """\ntools = [bare]', "tools: bare: .*type hint.*; give the function"),
+    ('def bare(a: int):\n    """Does."""\ntools = [bare]', "tools: bare: .*; give the function type hints, and a docstring with an"),
+    ("tools = [lambda a: a]", "tools: <function <lambda>.* is not a named function; write it with def"),
+    ("tools = ['math.sqrt']", "tools: 'math.sqrt' is not a named function; write it with def"),
+    ("tools = [add, add]", r"tools: \['add', 'add'\] have not all a name of their own; rename one"),
+    ("apply_chat_template = False", "tools are written into the prompt by the chat template; set apply_chat_template=True"),
+    ("tool_call_parser = None", r"tool_call_parser=None: how does the model write a call\? set it to 'qwen25' for .* llama3, "),
+    ("tool_call_parser = 'qwen2.5'", r"tool_call_parser='qwen2.5': how does .* or another of SGLang's names: .*, qwen25, "),
+    ("tools = []", "tool_call_parser has no effect without tools; remove it"),
+    ("custom_generate_function = 'math.sqrt'", "custom_generate_function runs the conversation itself; remove tools, or call"),
+    ("loss_type = 'sft'", "tools are called by no one with loss_type='sft'; describe them in the rows"),
+    ("max_turns = 0", "max_turns=0 must be positive; set it to 1 or more"),
+    ("tool_timeout_s = 0.0", "tool_timeout_s=0.0 must be positive; every wait has a limit")])
+def test_wrong_tools(load, text, message):
+    with pytest.raises(ValueError, match=message):
+        load(text=TOOL + text)
+
+
 def test_eval_config(load):
     cfg = load(rollout_shuffle=True, rm_type="math", eval_prompt_data=dict(
         a="e.jsonl", b=dict(reasoning_gym="chain_sum", size=3), c=dict(prompt_data="f.jsonl", rm_type="f1", input_key="q")))

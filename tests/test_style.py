@@ -34,7 +34,7 @@ MAY_IMPORT = {                               # of our own modules; who is not he
     "rollout": "agent algos buffer client configs engines hooks rewards sample",
     "fully_async": "hooks rollout sample",
     "client": "buffer configs engines sample",
-    "agent": "chat sample",
+    "agent": "chat sample workers",
     "hooks": "rewards sample",
     "rewards": "graders workers",
     "graders": "sandbox",
