@@ -22,7 +22,7 @@ def siblings(out, sample: Sample, version: int, key: str | None, partial: bool) 
     """What a custom generate made of `sample` -> samples that training can rely on, or a ValueError."""
     made = out if isinstance(out, list) else [out]
     if not made or not all(isinstance(one, Sample) for one in made):
-        raise ValueError(f"sample {sample.index}: custom_generate_function returned {out!r:.90}; return a Sample, or a list")
+        raise ValueError(f"sample {sample.index}: custom_generate_function returned {out!r:.90}; return a Sample or a list")
     for one in made:
         one.group_index = sample.group_index if one.group_index is None else one.group_index
         one.index = sample.index if one.index is None else one.index

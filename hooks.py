@@ -92,6 +92,11 @@ DataSource = object                          # upstream's abstract base of data 
 load_function = functools.partial(import_function, "load_function")
 
 
+def load_tokenizer(folder: str, **kw):
+    from transformers import AutoTokenizer   # 3 s to import: only where it is asked for
+    return AutoTokenizer.from_pretrained(folder, **kw)
+
+
 class GenerateState:
     """Upstream's bundle of what a custom generate needs."""
 
