@@ -41,8 +41,8 @@ def complete(sample: Sample, version: int, key: str | None) -> None:
     """
     n = sample.response_length
     if sample.status == Status.FAILED:
-        raise RewardError(f"sample {sample.index}: a hook gave it up (FAILED); return ABORTED to have it asked again, or leave "
-                          "its group out and count it with on_reward_error='skip'")
+        raise RewardError(f"sample {sample.index}: a hook gave it up (FAILED); return ABORTED to have it asked again, or "
+                          "leave its group out and count it with on_reward_error='skip'")
     if sample.status == Status.PENDING:
         sample.status = Status.COMPLETED
     if not sample.loss_mask:

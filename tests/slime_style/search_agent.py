@@ -5,7 +5,7 @@ from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
-SETTINGS = {"max_turns": 3, "send": "input_ids"}
+SETTINGS = {"max_turns": 3, "turn_tokens": 5, "send": "input_ids"}
 
 
 def look_up(query: str) -> str:
@@ -19,7 +19,8 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
     prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
     response, response_ids, loss_mask, log_probs = "", [], [], []
     for turn in range(SETTINGS["max_turns"]):
-        payload = {"sampling_params": sampling_params, "return_logprob": True}
+        params = sampling_params | {"max_new_tokens": SETTINGS["turn_tokens"]}
+        payload = {"sampling_params": params, "return_logprob": True}
         if SETTINGS["send"] == "text":
             payload["text"] = sample.prompt + response
         else:
@@ -34,7 +35,7 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
         response_ids += said_ids
         loss_mask += [1] * len(said_ids)
         log_probs += [item[0] for item in pairs]
-        if output["meta_info"]["finish_reason"]["type"] == "length" or not re.search(r"\d", said):
+        if not re.search(r"\d", said):
             break
         found = look_up(said)
         found_ids = state.tokenizer(found, add_special_tokens=False)["input_ids"]

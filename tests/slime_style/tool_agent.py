@@ -33,7 +33,7 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
             args, tokens=ids, log_probs=log_probs, trainable=True, meta_info=output["meta_info"], text=output["text"])
         if turn == 1:
             break
-        observation = state.tokenizer(" tool: 42 ", add_special_tokens=False)["input_ids"]
+        observation = state.tokenizer(" tool = 42 ", add_special_tokens=False)["input_ids"]
         response_ids += observation
         sample.append_response_tokens(args, tokens=observation, trainable=False)
         calls += 1
