@@ -231,7 +231,10 @@ class DataSource:
             else:
                 groups, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
             self.buffer_dropped += before - len(self.buffer) - len(groups)
-            assert len(groups) <= num_samples, f"buffer_filter gave {len(groups)} groups, {num_samples} were asked for"
+            twice = {id(group) for group in groups} & {id(group) for group in self.buffer}
+            if len(groups) > num_samples or twice:
+                raise ValueError(f"buffer_filter gave {len(groups)} groups, {num_samples} were asked for, and left "
+                                 f"{len(twice)} of them in the buffer; return at most num_samples, and del them there")
         while len(groups) < num_samples:
             groups.append(self.new_group())
         return groups
@@ -244,10 +247,8 @@ class DataSource:
         n = 1 if self.cfg.loss_type == "sft" else self.cfg.n_samples_per_prompt
         group = []
         for _ in range(n):
-            sample = Sample(**vars(template) | {"metadata": dict(template.metadata)})   # own metadata: hooks write to it
-            sample.group_index, sample.index = self.next_group, self.next_index
+            group.append(template.copy(group_index=self.next_group, index=self.next_index))
             self.next_index += 1
-            group.append(sample)
         self.next_group += 1
         return group
 

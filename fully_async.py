@@ -85,7 +85,8 @@ class FullyAsyncRollout(Rollout):
 
     async def make(self, group: list[Sample]) -> None:
         result = await self.generate_group(self.cfg, group)
-        outcome = self.outcome(result, self.drops)
+        spare = len(self.ready) + len(self.under_way) > self.cfg.rollout_batch_size
+        outcome = self.outcome(result, self.drops, spare)
         del self.under_way[group[0].group_index]
         if outcome == "kept":
             self.ready[group[0].group_index] = result

@@ -31,6 +31,7 @@ class Rewarder:
 
     def __init__(self, workers: int):
         self.workers = Workers(workers)
+        self.view = lambda cfg: cfg  # what an async hook gets as args; Rollout says
         self.scorers = {}  # (grader's name, id(cfg)) -> (cfg, function that makes the scorer)
 
     async def score(self, cfg, sample, reward_key=None, **kw) -> float | dict | list:
@@ -48,7 +49,8 @@ class Rewarder:
             if name in NEEDS_LABEL and not sample.gold:
                 raise ValueError("the label is empty; check label_key and this line of the data")
             if asyncio.iscoroutinefunction(fn) or asyncio.iscoroutinefunction(getattr(fn, "__call__", None)):
-                return to_reward(await asyncio.wait_for(fn(cfg, sample, **kw), limit_s), n, key)
+                args = self.view(cfg) if hook else cfg
+                return to_reward(await asyncio.wait_for(fn(args, sample, **kw), limit_s), n, key)
             if name in INLINE and len(sample.response) < 100_000:
                 return to_reward(fn(cfg, sample), n, key)
             settings = SimpleNamespace(**{field: getattr(cfg, field) for field in SETTINGS.get(name, ())})

@@ -23,19 +23,19 @@ import inspect
 import json
 import pathlib
 import time
-import types
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import agent
 import algos
+import hookdata
 import hooks
-from buffer import DataSource
+from buffer import DataSource, to_train_data
 from client import Client
 from configs.base import Config
 from engines import EngineError
-from hooks import DynamicFilterOutput
+from hooks import Args, DynamicFilterOutput
 from rewards import RewardError, Rewarder
 from sample import Sample, Status
 
@@ -61,11 +61,15 @@ class Rollout:
         self.restarted = 0                   # samples begun anew in this step, for staleness
         self.generating: set[int] = set()    # samples that a hook has now, by index
         self.client = client = Client(cfg, engines, data.tokenizer, data.context_len, run_dir)
-        # What hooks get as `args`: every setting of the run, also in evaluation, and upstream's way to reach the engines.
+        # What hooks get as `args`: every setting of the run, also in evaluation, and what upstream has besides.
         host, port = engines.router_url.removeprefix("http://").split(":")
-        self.args = types.SimpleNamespace(**vars(cfg), sglang_router_ip=host, sglang_router_port=int(port), rollout=self,
-                                          tokenizer=client.tokenizer, context_len=client.context_len, end_ids=client.end_ids,
-                                          generate=client.generate, workers=self.rewarder.workers)
+        folder, room = str(run_dir / "checkpoints"), client.context_len
+        self.more = dict(sglang_router_ip=host, sglang_router_port=int(port), hf_checkpoint=engines.model_path, save=folder,
+                         load=folder, rollout_max_context_len=room, eval_max_context_len=room, rollout_global_dataset=True,
+                         rollout=self, tokenizer=client.tokenizer, context_len=room, end_ids=client.end_ids,
+                         generate=client.generate, workers=self.rewarder.workers)
+        self.args = Args(**vars(cfg) | self.more)
+        self.rewarder.view = lambda one: self.args if one is cfg else Args(**vars(one) | self.more)
 
     # -- the driver's side: plain blocking calls
     def start(self, step: int) -> concurrent.futures.Future:
@@ -98,20 +102,34 @@ class Rollout:
     async def generate_async(self, step: int) -> RolloutResult:
         """rollout_batch_size groups to train on. Raises where the filter leaves nothing, or nothing can be generated."""
         hooks.running.set(self)
+        self.restarted = 0
+        if self.cfg.rollout_function is not None:
+            begin, version = time.perf_counter(), self.client.weight_version
+            out = await self.call_whole("rollout_function", step)
+            groups, metrics = hookdata.train_output(out, self.cfg, version)
+            return self.finish(step, groups, Counter(), Counter(), time.perf_counter() - begin, metrics)
         monitor = asyncio.create_task(self.client.watch())
         try:
-            if self.cfg.rollout_function is None:
-                return await self.fill_batch(step, monitor)
-            begin = time.perf_counter()
-            work = asyncio.create_task(hooks.call(self.cfg.rollout_function, self.args, step, self.data))
-            await asyncio.wait([work, monitor], return_when=asyncio.FIRST_COMPLETED)
-            groups, metrics = hooks.train_output(work.result() if work.done() else monitor.result())
-            return self.finish(step, groups, Counter(), Counter(), time.perf_counter() - begin, metrics)
+            return await self.fill_batch(step, monitor)
         finally:
             await self.client.end_watch(monitor)
 
+    async def call_whole(self, key: str, step: int, **evaluation):
+        """rollout_function or eval_function, with the engines watched meanwhile."""
+        limit_s, monitor = self.cfg.generate_timeout_s, asyncio.create_task(self.client.watch())
+        work = asyncio.create_task(hooks.call(getattr(self.cfg, key), self.args, step, self.data, **evaluation))
+        try:
+            await asyncio.wait([work, monitor], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not monitor.done():
+                raise TimeoutError(f"step {step}: {key} was not done in {limit_s:.0f} s; what does it wait for? Else set "
+                                   "generate_timeout_s higher")
+            return work.result() if work.done() else monitor.result()            # the monitor only ends by raising
+        finally:
+            work.cancel()
+            await self.client.end_watch(monitor)
+
     async def fill_batch(self, step: int, monitor: asyncio.Task) -> RolloutResult:
-        cfg, begin, self.restarted = self.cfg, time.perf_counter(), 0
+        cfg, begin = self.cfg, time.perf_counter()
         outcomes, drops = Counter(), Counter()
         kept: list[list[Sample]] = []
         pending: dict[asyncio.Task, list[Sample]] = {}
@@ -128,7 +146,8 @@ class Rollout:
                 for task in sorted(done, key=lambda t: pending[t][0].group_index):
                     group, result = pending.pop(task), task.result()
                     surplus = len(kept) == cfg.rollout_batch_size
-                    outcome = "put_back" if surplus and result is not None else self.outcome(result, drops)
+                    outcome = "put_back" if surplus and result is not None else self.outcome(
+                        result, drops, len(kept) + len(pending) >= cfg.rollout_batch_size)
                     if outcome == "put_back":
                         self.put_back([group])
                     elif outcome == "kept":
@@ -145,8 +164,9 @@ class Rollout:
         assert asked == accounted, f"{asked} groups asked for, {len(kept)} kept, {dict(outcomes)}: a group was lost"
         return self.finish(step, kept, outcomes, drops, time.perf_counter() - begin)
 
-    def outcome(self, result: list[Sample] | None, drops: Counter) -> str:
-        """What becomes of a group whose generation has ended; the reason of a filter is counted in drops."""
+    def outcome(self, result: list[Sample] | None, drops: Counter, spare: bool = False) -> str:
+        """What becomes of a group whose generation has ended; the reason of a filter is counted in drops. spare: without it
+        the batch may still fill up with no more groups asked for."""
         if result is None:
             return "failed"
         if any(s.status == Status.ABORTED for s in result):
@@ -154,7 +174,7 @@ class Rollout:
         if self.cfg.dynamic_sampling_filter is not None:
             out = self.cfg.dynamic_sampling_filter(self.args, result)
             out = out if isinstance(out, DynamicFilterOutput) else DynamicFilterOutput(bool(out))
-            if not out.keep:
+            if not out.keep and (spare or not out.keep_when_insufficient):
                 drops[out.reason or "filter"] += 1
                 return "filtered"
         return "kept"
@@ -180,14 +200,15 @@ class Rollout:
             metrics["rollout/length_penalty"] = mean(penalties)
         if cfg.custom_reward_post_process is not None:
             _, rewards = cfg.custom_reward_post_process(self.args, samples)
-            rewards = hooks.checked_rewards(rewards, samples)
+            rewards = hookdata.checked_rewards(rewards, samples)
         else:
             rewards = algos.group_rewards(cfg, [s.get_reward_value(cfg.reward_key) + p for s, p in zip(samples, penalties)],
                                           [s.group_index for s in samples])
         examples = self.data.get_examples() if step >= cfg.num_critic_only_steps else []
         data = None
         if cfg.custom_convert_samples_to_train_data is not None:
-            data = hooks.train_data(cfg.custom_convert_samples_to_train_data(self.args, samples), samples, rewards)
+            own = to_train_data(cfg, samples, rewards)
+            data = hookdata.train_data(cfg.custom_convert_samples_to_train_data(self.args, samples), own)
         return RolloutResult(samples, rewards, metrics, examples, data)
 
     def ask(self, count: int, pending: dict, outcomes: Counter, drops: Counter) -> int:
@@ -245,9 +266,12 @@ class Rollout:
         self.data.add_samples(groups)
 
     # ---- One group -----------------------------------------------------------------------------------------------------
-    async def generate_group(self, cfg: Config, group: list[Sample], evaluation: bool = False) -> list[Sample] | None:
-        """Generate and score; None where a sample failed and the config says to go on without its group."""
-        results = await asyncio.gather(*(self.generate_and_score(cfg, s, evaluation) for s in group), return_exceptions=True)
+    async def generate_group(self, cfg: Config, group: list[Sample], evaluation: bool = False,
+                             own_params: dict | None = None) -> list[Sample] | None:
+        """Generate and score; None where a sample failed and the config says to go on without its group. own_params: sampling
+        parameters that are not as the settings say."""
+        results = await asyncio.gather(*(self.generate_and_score(cfg, s, evaluation, own_params) for s in group),
+                                       return_exceptions=True)
         for error in results:                # all siblings have ended: only now may one of them raise
             if isinstance(error, RewardError) and cfg.on_reward_error == "skip":
                 return None
@@ -266,9 +290,10 @@ class Rollout:
                 return None
         return samples
 
-    async def generate_and_score(self, cfg: Config, sample: Sample, evaluation: bool) -> list[Sample]:
+    async def generate_and_score(self, cfg: Config, sample: Sample, evaluation: bool,
+                                 own_params: dict | None = None) -> list[Sample]:
         """One sample, or its siblings where a custom generate returns several."""
-        params = self.sampling_params(cfg, sample, evaluation)
+        params = self.sampling_params(cfg, sample, evaluation) | (own_params or {})
         if cfg.mask_offpolicy_in_partial_rollout and sample.response_length:     # older weights' tokens: context, not trained
             versions = sample.weight_versions or [-1] * sample.response_length
             sample.loss_mask = [m if v == self.client.weight_version else 0 for m, v in zip(sample.loss_mask, versions)]
@@ -318,10 +343,8 @@ class Rollout:
                                "higher") from error
         finally:
             self.generating.discard(sample.index)
-        samples = out if isinstance(out, list) else [out]
-        for one in samples:
-            hooks.complete(one, version)
-        return samples
+        key = cfg.eval_reward_key if evaluation else cfg.reward_key
+        return hookdata.siblings(out, sample, version, key, cfg.partial_rollout)
 
     # FORK POINT: sampling. One request's sampling_params, as SGLang's /generate takes them.
     def sampling_params(self, cfg: Config, sample: Sample, evaluation: bool) -> dict:
@@ -346,16 +369,17 @@ class Rollout:
         metrics = {}
         hooks.running.set(self)
         if self.cfg.eval_function is not None:
-            out = await hooks.call(self.cfg.eval_function, self.args, step, self.data, evaluation=True)
-            return hooks.eval_output(out)
+            metrics, sets = hookdata.eval_output(await self.call_whole("eval_function", step, evaluation=True))
+            for name, samples in sets.items():
+                self.write_samples(step, samples, name)
+            return metrics
         for name, data in self.eval_data.items():
             cfg, begin, groups = data.cfg, time.perf_counter(), []
             for i, prompt in enumerate(data.prompts):
                 group = []
                 for j in range(cfg.n_samples_per_eval_prompt):
                     index = i * cfg.n_samples_per_eval_prompt + j
-                    own = {"metadata": dict(prompt.metadata), "group_index": i, "index": index}
-                    group.append(Sample(**vars(prompt) | own))
+                    group.append(prompt.copy(group_index=i, index=index))
                 groups.append(group)
             monitor = asyncio.create_task(self.client.watch())
             tasks = [asyncio.create_task(self.generate_group(cfg, group, evaluation=True)) for group in groups]

@@ -93,12 +93,19 @@ class Sample:
     def append_response_tokens(self, args=None, *, tokens=(), log_probs=None, trainable=True, meta_info=None, text=None,
                                update_terminal_info=True) -> None:
         """append() by upstream's name: meta_info of the engine's answer has the weight version, and why it ended."""
-        meta = meta_info or {}
-        self.append(list(tokens), log_probs, trainable, int(meta.get("weight_version") or -1) if trainable else -1)
+        meta, mask = meta_info or {}, self.loss_mask
+        self.loss_mask, self.rollout_log_probs = mask or [], self.rollout_log_probs or []    # upstream's default is None
+        self.append(list(tokens or ()), log_probs, trainable, int(meta.get("weight_version", -1)) if trainable else -1)
+        if mask is not None:                 # NOTE: in place, as upstream does: hooks keep this list, and set it again later
+            mask[:], self.loss_mask = self.loss_mask, mask
         self.response += text or ""
         if trainable and update_terminal_info and "finish_reason" in meta:
             self.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[
                 meta["finish_reason"]["type"]]
+
+    @property
+    def effective_response_length(self) -> int:
+        return sum(self.loss_mask)
 
     def check(self) -> None:
         """Hooks may build samples by hand; what training relies on is checked here once."""
@@ -116,6 +123,10 @@ class Sample:
         if n >= len(self.tokens):            # the first response token needs one before it, to be predicted from
             raise ValueError(f"sample {self.index}: response_length {n} leaves no prompt in its {len(self.tokens)} tokens; "
                              f"tokens must be the prompt's ids followed by the response's")
+
+    def copy(self, **changes) -> "Sample":
+        """With lists of its own: hooks extend them in place."""
+        return Sample.from_dict(self.to_dict() | changes)
 
     def to_dict(self) -> dict:
         """Plain data that stays as it is while the sample grows."""

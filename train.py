@@ -36,7 +36,7 @@ import checks
 import convert
 import debug
 import faults
-import hooks
+import hookdata
 import memory
 import placement
 import plan
@@ -52,7 +52,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
         stop = stop_on_signal(stack)         # after ray.init, which sets a handler of its own
         strikes = faults.Faults(cfg, engines, rollout, logs.print)
 
-        if first_step == 0 and cfg.eval_prompt_data and not cfg.skip_eval_before_train:
+        if first_step == 0 and base.has_eval(cfg) and not cfg.skip_eval_before_train:
             with logs.phase("eval"):
                 logs.before(rollout.evaluate(-1))
 
@@ -91,7 +91,7 @@ def train(cfg: base.Config, run_dir: pathlib.Path) -> bool:
                         trainers.sleep()
                     if cfg.offload_rollout:
                         engines.wake(["kv_cache", "cuda_graph"])
-            if cfg.eval_prompt_data and (last or due(cfg.eval_interval, step)):
+            if base.has_eval(cfg) and (last or due(cfg.eval_interval, step)):
                 with logs.phase("eval"):
                     metrics |= rollout.evaluate(step)
             logs.samples(step, result.samples)
@@ -162,7 +162,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         # The prompts are read before anything heavy starts: a broken line must not cost minutes.
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=cfg.sglang.get("trust_remote_code", False))
         context_len = hf_config.max_position_embeddings
-        data = (hooks.OwnData(cfg, tokenizer, context_len, run_dir) if cfg.data_source else
+        data = (hookdata.OwnData(cfg, tokenizer, context_len, run_dir) if cfg.data_source else
                 buffer.DataSource(cfg, tokenizer, context_len))
         eval_data = {name: buffer.DataSource(base.eval_config(cfg, name), tokenizer, context_len)
                      for name in cfg.eval_prompt_data}

@@ -129,7 +129,7 @@ class Config:
     rollout_skip_special_tokens: bool = False
     sglang_server_concurrency: int = 512     # requests in flight per engine
     request_timeout_s: float = 1800.0        # for one generate request
-    generate_timeout_s: float = 7200.0       # for one call of custom_generate_function: all its turns and tools
+    generate_timeout_s: float = 7200.0       # for one call of custom_generate_function, rollout_function, eval_function
     request_retries: int = 3                 # after an engine died under it
     max_engine_restarts: int = 3             # in a whole run; then the run says why and ends
     health_check_interval_s: float | None = None     # an engine silent for three of these is restarted; None: 10, a CPU 60
@@ -403,7 +403,7 @@ def resolve(cfg: Config) -> Config:
         new |= dict(debug_train_only=train_only, colocate=False, offload_train=False, offload_rollout=False, async_mode=False,
                     fully_async=False, update_weight_transport="distributed")
     if train_only:
-        new |= dict(eval_prompt_data={}, eval_interval=None)
+        new |= dict(eval_prompt_data={}, eval_interval=None, eval_function=None)
     if cfg.debug_rollout_only:               # else SGLang calls it "default", until a sync
         new["sglang"] = {"weight_version": "0"} | new.get("sglang", cfg.sglang)
     return dataclasses.replace(cfg, **new)
@@ -417,6 +417,10 @@ def dp_size(cfg: Config) -> int:
 
 def has_engines(cfg: Config) -> bool:
     return cfg.loss_type != "sft" and not cfg.debug_train_only
+
+
+def has_eval(cfg: Config) -> bool:
+    return bool(cfg.eval_prompt_data or cfg.eval_function)
 
 
 def samples_per_group(cfg: Config) -> int:

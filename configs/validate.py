@@ -8,12 +8,13 @@ Knows nothing about: models and data (train.start reads those before anything he
 """
 import dataclasses
 import difflib
+import inspect
 import math
 import re
 import warnings
 
-from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, dp_size, eval_config, eval_settings, fits, need,
-                          samples_per_group)
+from configs.base import (CRITIC_FIELDS, FIELDS, Config, check_types, dp_size, eval_config, eval_settings, fits, has_eval,
+                          need, samples_per_group)
 
 
 def validate(cfg: Config) -> None:
@@ -164,12 +165,7 @@ def validate_generation(cfg: Config) -> None:
         need(not cfg.tool_call_parser or cfg.custom_generate_function, "tool_call_parser has no effect without tools; "
              "remove it")
     need(cfg.max_turns > 0, f"max_turns={cfg.max_turns} must be positive; set it to 1 or more")
-    skipped = ("custom_generate_function", "tools", "dynamic_sampling_filter", "buffer_filter", "partial_rollout")
-    for key in skipped if cfg.rollout_function else ():
-        need(not getattr(cfg, key), f"rollout_function makes the samples itself, so {key} has no effect; remove one")
-    if cfg.custom_convert_samples_to_train_data:
-        for key in ("sft_data", "opd_teacher_url", "use_rollout_routing_replay"):
-            need(not getattr(cfg, key), f"{key} needs what custom_convert_samples_to_train_data does not give; remove one")
+    validate_hooks(cfg)
     need(not cfg.inject_faults or cfg.loss_type != "sft", "inject_faults strikes engines, and loss_type='sft' has none")
     steps = cfg.num_rollout
     for name, when in cfg.inject_faults.items():
@@ -182,6 +178,46 @@ def validate_generation(cfg: Config) -> None:
                  f"inject_faults[{name!r}]={when!r}: give a step, or a list of steps, from 0 to {(steps or 1) - 1}")
 
 
+PLAIN_HOOKS = ("dynamic_sampling_filter", "buffer_filter", "rollout_sample_filter", "custom_reward_post_process",
+               "custom_convert_samples_to_train_data")           # called in the middle of things, so they cannot wait
+# What a hook leaves without effect.
+REPLACED = dict(
+    rollout_function=("dynamic_sampling_filter", "partial_rollout"),
+    data_source=("buffer_filter", "sft_data"),
+    custom_reward_post_process=("overlong_buffer_len",),
+    custom_convert_samples_to_train_data=("overlong_filtering", "sft_data", "opd_teacher_url", "use_rollout_routing_replay",
+                                          "load_debug_rollout_data"))
+
+
+def validate_hooks(cfg: Config) -> None:
+    for key in PLAIN_HOOKS:
+        need(not is_async(getattr(cfg, key)), f"{key} is not awaited; write it with def, and ask others in custom_rm, "
+             "whose reward it then sees")
+    hook = cfg.custom_generate_function
+    need(not inspect.isfunction(hook) or is_async(hook), "custom_generate_function must be async def: all samples are "
+         "generated at the same time, in one thread; write async def, and await what it waits for")
+    for hook, keys in REPLACED.items():
+        for key in keys if getattr(cfg, hook) else ():
+            need(not getattr(cfg, key), f"{key} has no effect with {hook}, which takes its place; remove one of the two")
+    if cfg.custom_reward_post_process:
+        need(cfg.rewards_normalization and cfg.grpo_std_normalization, "custom_reward_post_process compares the rewards "
+             "itself; remove rewards_normalization and grpo_std_normalization")
+    if inspect.isclass(cfg.data_source):
+        has = {name for name in dir(cfg.data_source) if callable(getattr(cfg.data_source, name))}
+        lacks = {"get_samples"} - has or (not {"state_dict", "load_state_dict"} <= has and {"save", "load"} - has)
+        need(not lacks, f"data_source {cfg.data_source.__name__} has no {' and no '.join(sorted(lacks or ()))}; the loop "
+             "calls get_samples, and save and load (or state_dict and load_state_dict), so that a resumed run goes on")
+        need("add_samples" in has or not cfg.partial_rollout, "partial_rollout puts unfinished groups back: give data_source "
+             "an add_samples(groups)")
+    for key in (*REPLACED, *PLAIN_HOOKS, "custom_generate_function", "eval_function", "group_rm"):
+        need(cfg.loss_type != "sft" or not getattr(cfg, key), f"{key} has no effect with loss_type='sft', where the rows are "
+             "the samples; remove it")
+
+
+def is_async(hook) -> bool:
+    return inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(getattr(hook, "__call__", None))
+
+
 def validate_algorithm(cfg: Config) -> None:
     if cfg.loss_type == "sft":
         need(not cfg.sft_data, "sft_data is trained beside samples; with loss_type='sft' the rows are prompt_data: remove it")
@@ -189,7 +225,8 @@ def validate_algorithm(cfg: Config) -> None:
                     "use_routing_replay", "use_rollout_routing_replay"):
             need(not getattr(cfg, key), f"{key} has no effect with loss_type='sft'; remove it")
         return
-    need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg) or cfg.use_opd,
+    need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg) or cfg.use_opd or cfg.custom_generate_function
+         or cfg.rollout_function,            # those two may set sample.reward themselves
          "no reward is set; set rm_type to a grader of graders.py or custom_rm to a function (args, sample) -> float")
     need((cfg.loss_type == "custom_loss") == (cfg.custom_loss_function is not None), "loss_type='custom_loss' and "
          "custom_loss_function=a function (args, LossInput) -> loss, metrics belong together; set both or neither")
@@ -312,7 +349,7 @@ def has_row_rewards(cfg: Config) -> bool:
 def validate_eval(cfg: Config) -> None:
     need(not cfg.eval_prompt_data or cfg.loss_type != "sft", "loss_type='sft' starts no engine, so nothing can be evaluated; "
          "remove eval_prompt_data, and evaluate in the run that comes after it")
-    need(cfg.eval_interval is None or cfg.eval_prompt_data, "eval_interval is set but there is nothing to evaluate on; "
+    need(cfg.eval_interval is None or has_eval(cfg), "eval_interval is set but there is nothing to evaluate on; "
          "set eval_prompt_data = dict(name='file.jsonl')")
     allowed = eval_fields()
     for name in cfg.eval_prompt_data:
@@ -324,7 +361,10 @@ def validate_eval(cfg: Config) -> None:
         need(own.get("prompt_data"), f"{where} has no prompt_data of its own; add prompt_data='file.jsonl'")
         check_types(own, f"{where}: ")
         one = eval_config(cfg, name)         # imports its hooks
-        need(one.rm_type or one.custom_rm or has_row_rewards(one), f"{where} has no reward; add rm_type or custom_rm to it")
+        need(one.rm_type or one.custom_rm or has_row_rewards(one) or one.custom_generate_function,
+             f"{where} has no reward; add rm_type or custom_rm to it")
+        need(not (own.get("rm_type") and one.custom_rm), f"{where}: the run's custom_rm goes before its rm_type; add "
+             "custom_rm=None to it")
 
 
 def eval_fields() -> set[str]:
