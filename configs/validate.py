@@ -157,7 +157,7 @@ def validate_generation(cfg: Config) -> None:
                 raise ValueError(f"tools: {tool.__name__} needs type hints and a docstring with an Args: section, from which "
                                  f"the model learns how to call it ({str(error).strip()})") from error
     else:
-        need(not cfg.tool_call_parser, "tool_call_parser has no effect without tools; remove it")
+        need(not cfg.tool_call_parser or cfg.custom_generate_function, "tool_call_parser has no effect without tools; remove it")
     need(cfg.max_turns > 0, f"max_turns={cfg.max_turns} must be positive; set it to 1 or more")
     skipped = ("custom_generate_function", "tools", "dynamic_sampling_filter", "buffer_filter", "partial_rollout")
     for key in skipped if cfg.rollout_function else ():
