@@ -157,7 +157,8 @@ def validate_generation(cfg: Config) -> None:
                 raise ValueError(f"tools: {tool.__name__} needs type hints and a docstring with an Args: section, from which "
                                  f"the model learns how to call it ({str(error).strip()})") from error
     else:
-        need(not cfg.tool_call_parser or cfg.custom_generate_function, "tool_call_parser has no effect without tools; remove it")
+        need(not cfg.tool_call_parser or cfg.custom_generate_function,
+             "tool_call_parser has no effect without tools or custom_generate_function; remove it")
     need(cfg.max_turns > 0, f"max_turns={cfg.max_turns} must be positive; set it to 1 or more")
     skipped = ("custom_generate_function", "tools", "dynamic_sampling_filter", "buffer_filter", "partial_rollout")
     for key in skipped if cfg.rollout_function else ():
@@ -184,7 +185,7 @@ def validate_algorithm(cfg: Config) -> None:
                     "use_routing_replay", "use_rollout_routing_replay"):
             need(not getattr(cfg, key), f"{key} has no effect with loss_type='sft'; remove it")
         return
-    need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg) or cfg.use_opd,
+    need(cfg.rm_type or cfg.custom_rm or has_row_rewards(cfg) or cfg.use_opd or cfg.custom_generate_function,    # it may judge
          "no reward is set; set rm_type to a grader of graders.py or custom_rm to a function (args, sample) -> float")
     need((cfg.loss_type == "custom_loss") == (cfg.custom_loss_function is not None), "loss_type='custom_loss' and "
          "custom_loss_function=a function (args, LossInput) -> loss, metrics belong together; set both or neither")
@@ -319,7 +320,8 @@ def validate_eval(cfg: Config) -> None:
         need(own.get("prompt_data"), f"{where} has no prompt_data of its own; add prompt_data='file.jsonl'")
         check_types(own, f"{where}: ")
         one = eval_config(cfg, name)         # imports its hooks
-        need(one.rm_type or one.custom_rm or has_row_rewards(one), f"{where} has no reward; add rm_type or custom_rm to it")
+        need(one.rm_type or one.custom_rm or has_row_rewards(one) or one.custom_generate_function,
+             f"{where} has no reward; add rm_type or custom_rm to it")
 
 
 def eval_fields() -> set[str]:
