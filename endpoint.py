@@ -69,8 +69,8 @@ async def session(args, sample: Sample, params: dict):
     client = args.rollout.client
     client.endpoint = client.endpoint or Server()
     await client.endpoint.start()
-    name = f"{sample.index}-{secrets.token_hex(8)}"
-    talk = client.endpoint.sessions[name] = Session(args, sample, params, f"http://127.0.0.1:{client.endpoint.port}/{name}/v1")
+    name = secrets.token_hex(8)
+    talk = client.endpoint.sessions[name] = Session(args, sample, params, f"{client.endpoint.url}/{name}/v1")
     try:
         yield talk
     except Exception as error:
@@ -131,8 +131,8 @@ class Session:
         assert written == learned, f"sample {own.index}: the model wrote {written} tokens, {learned} would be trained"
         rewards = self.reward if isinstance(self.reward, list) else [self.reward] * len(out)
         if len(rewards) != len(out):
-            raise ValueError(f"sample {own.index}: {len(rewards)} rewards for {len(out)} branches; set one for all, or one for "
-                             "each of talk.samples()")
+            raise ValueError(f"sample {own.index}: {len(rewards)} rewards for {len(out)} branches; set one for all, or "
+                             "one for each of talk.samples()")
         for sample, reward in zip(out, rewards):
             sample.reward = reward
         return out
@@ -146,7 +146,9 @@ class Session:
             raise Refused(*UNWANTED)
         tools, messages = body.get("tools") or None, [readable(message) for message in body["messages"]]
         key = (json.dumps(tools, sort_keys=True), *map(comparable, messages))
-        parent = max((t for t in self.turns if t.key == key[:len(t.key)]), key=lambda t: len(t.key), default=None)
+        known = [t for t in reversed(self.turns) if t.key == key[:len(t.key)]]
+        # Where the same was said twice: what nobody has gone on from, the last of it.
+        parent = max(known, key=lambda t: (len(t.key), all(t is not one.parent for one in self.turns)), default=None)
         sample = self.branch(parent, messages, tools)
         begin, before, stops = sample.response_length, len(sample.tokens), stop_strings(body)
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or args.context_len
@@ -210,11 +212,11 @@ class Server:
 
     def __init__(self):
         self.sessions: dict[str, Session] = {}
-        self.port, self.starting = None, asyncio.Lock()
+        self.url, self.starting = None, asyncio.Lock()
 
     async def start(self) -> None:
         async with self.starting:
-            if self.port is not None:
+            if self.url:
                 return
             # Both ends of an agent's connection are files of this process, and 1024 are soon open.
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -225,14 +227,14 @@ class Server:
             self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
             await self.runner.setup()
             await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-            self.port = self.runner.addresses[0][1]
+            self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
     async def close(self) -> None:
-        if self.port is not None:
+        if self.url:
             await self.runner.cleanup()
 
     async def serve(self, request: web.Request) -> web.Response:
-        talk, path, task = self.sessions.get(request.match_info["session"]), request.match_info["path"], asyncio.current_task()
+        talk, path = self.sessions.get(request.match_info["session"]), request.match_info["path"]
         try:
             if talk is None:
                 raise Refused("this session has ended; make all calls inside its block", "not_found", 404)
@@ -240,7 +242,7 @@ class Server:
                 return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
             if (request.method, path) != ("POST", "chat/completions"):
                 raise Refused(f"/v1/{path} is not served; use chat.completions", "not_found", 404)
-            talk.calls.add(task)
+            talk.calls.add(asyncio.current_task())
             body = await request.json(loads=loads)
             out = await talk.chat(body)
             if body.get("stream"):
@@ -248,11 +250,11 @@ class Server:
             return web.json_response(out)
         except web.HTTPException:            # aiohttp's own: too large a body
             raise
-        except Exception as error:           # not Refused: engines that are gone for good, a bug of ours; session() raises it
-            refused = error if isinstance(error, Refused) else Refused(f"{type(error).__name__}: {error}", "server_error", 500)
-            if refused is not error:
-                talk.error = error
+        except Refused as error:
+            refused = error
+        except Exception as error:           # engines that are gone for good, a bug of ours: session() raises it
+            talk.error, refused = error, Refused(f"{type(error).__name__}: {error}", "server_error", 500)
         finally:
             if talk:
-                talk.calls.discard(task)
+                talk.calls.discard(asyncio.current_task())
         return web.json_response(refused.body(), status=refused.status, headers={"x-should-retry": "false"})

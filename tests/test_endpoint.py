@@ -1,6 +1,6 @@
 """
-test_endpoint.py: does an agent written with the `openai` package become the right samples? One real SGLang server, a model that
-learns here to call a tool, real clients; transformers says which log-probs are right.
+test_endpoint.py: does an agent written with the `openai` package become the right samples? One real SGLang server, a model
+that learns here to call a tool, real clients; transformers says which log-probs are right.
 
     agent --openai--> endpoint --> engine          [Sample], compared with what the agent was answered
 
@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import time
+import types
 
 import openai
 import pytest
@@ -29,7 +30,8 @@ TEMPLATE = (r"{% set role = {'system': '<s>', 'user': '<u>', 'assistant': '<a>',
             r"{% if tools %}{{ '<s>' + (tools | tojson) + '<eos>\n' }}{% endif %}"
             r"{% for m in messages %}{{ role[m.role] + m.content }}{% for c in m.tool_calls or [] %}"
             r"{{ '<tool_call>\n{\"name\": \"' + c.function.name + '\", \"arguments\": ' + (c.function.arguments | tojson)"
-            r" + '}\n</tool_call>' }}{% endfor %}{{ '<eos>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<a>' }}{% endif %}")
+            r" + '}\n</tool_call>' }}{% endfor %}{{ '<eos>\n' }}{% endfor %}"
+            r"{% if add_generation_prompt %}{{ '<a>' }}{% endif %}")
 ADD = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": {
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}
 ASK = {"role": "user", "content": "add 1 and 2"}
@@ -49,8 +51,8 @@ def model_dir(tmp_path_factory) -> str:
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:6]])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE,
-                                        clean_up_tokenization_spaces=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>",
+                                        chat_template=TEMPLATE, clean_up_tokenization_spaces=False)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
@@ -98,8 +100,9 @@ def make(engines, tokenizer, tmp_path):
         def build(hook, **changes) -> Rollout:
             cfg = make_cfg(**dict(
                 prompt_data=lambda: [dict(input=f"add {a}", label=str(a)) for a in range(9)], label_key="label",
-                custom_generate_function=hook, tool_call_parser="qwen25", rollout_num_gpus=1, rollout_batch_size=1, n_samples_per_prompt=1,
-                over_sampling_batch_size=changes.get("rollout_batch_size", 1), rollout_max_response_len=200,
+                custom_generate_function=hook, tool_call_parser="qwen25", rollout_num_gpus=1, rollout_batch_size=1,
+                n_samples_per_prompt=1, over_sampling_batch_size=changes.get("rollout_batch_size", 1),
+                rollout_max_response_len=200,
                 request_timeout_s=300.0, generate_timeout_s=200.0) | changes)
             held_out = {name: DataSource(eval_config(cfg, name), tokenizer, CONTEXT) for name in cfg.eval_prompt_data}
             rollout = Rollout(cfg, engines, DataSource(cfg, tokenizer, CONTEXT), held_out, tmp_path)
@@ -134,7 +137,8 @@ def user(content):
 @torch.no_grad()
 def assert_log_probs(model, sample, temperature=1.0) -> None:
     tokens = torch.tensor([sample.tokens])
-    want = (model(tokens).logits[0] / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[-sample.response_length:, 0]   # [R]
+    all_logp = (model(tokens).logits[0] / temperature).log_softmax(-1)                      # [T, V]
+    want = all_logp.gather(1, tokens[0, 1:, None])[-sample.response_length:, 0]             # [R]
     mask = torch.tensor(sample.loss_mask)
     torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), want * mask, atol=1e-4, rtol=0)
 
@@ -236,10 +240,35 @@ def test_branches_share_what_is_trained_once(play, tokenizer, reference):
     assert [sum(s.loss_mask[:first]) for s in shared] == [first, 0, 0], "trained in the first"
     assert [len([m for m, _ in pieces(s) if m]) for s in shared].count(2) >= 1
     edited = samples[-1]
-    assert edited.prompt == "<u>hi<eos>\n<a>edited<eos>\n<u>more<eos>\n<a>" and edited.loss_mask == [1] * edited.response_length
+    assert edited.prompt == "<u>hi<eos>\n<a>edited<eos>\n<u>more<eos>\n<a>"
+    assert edited.loss_mask == [1] * edited.response_length
     assert 1 <= edited.response_length <= 8
     deepest = max(shared, key=lambda s: len(s.turns))
     assert [t["content"] for t in deepest.turns if t["role"] == "user"] == ["more", "go on"]
+
+
+def test_what_the_engine_is_asked(make):
+    """max_tokens is of a call, the run's limit of a branch. In a deterministic run candidates have seeds of their own."""
+    asked = []
+
+    async def hook(args, sample, params):
+        async def generate(sample, params):
+            asked.append((sample.response_length, params["max_new_tokens"], params["sampling_seed"], params.get("stop")))
+            return await args.generate(sample, params)
+        own = types.SimpleNamespace(**vars(args) | dict(generate=generate))
+        async with session(own, sample, params | {"sampling_seed": 5, "stop": "~~~"}) as talk:
+            async with openai.AsyncOpenAI(base_url=talk.base_url, api_key="none") as client:
+                message, _ = await ask(client, [user("hi")], max_tokens=10)
+                await ask(client, [user("hi")], max_tokens=10, stop=["q", "z"])
+                await ask(client, [user("hi"), message, user("go on")])
+        return talk.samples()
+
+    def of_length(args, sample):
+        return float(sample.response_length)
+    samples = make(hook, rollout_max_response_len=90, custom_rm=of_length).generate(0).samples
+    (one, two, three), begin = asked, asked[2][0]
+    assert one == (0, 10, 5, "~~~") and two == (0, 10, 5 + 1_000_003, ["~~~", "q", "z"]) and three[1:3] == (90, 5)
+    assert 0 < begin and [s.reward for s in samples] == [s.response_length for s in samples]
 
 
 # ---- Other clients, streams ----------------------------------------------------------------------------------------------
@@ -277,7 +306,8 @@ def test_a_blocking_agent_and_streams(make, tokenizer):
     (dict(temperature=0.3), "leave it out, or set rollout_temperature"), (dict(top_p=0.5), "set rollout_top_p"),
     (dict(n=2), "ask several times at once"), (dict(logit_bias={"5": 3}), "logit_bias.*leave it out"),
     (dict(response_format={"type": "json_object"}), "response_format.*leave it out"), (dict(seed=4), "seed=4.*leave it out"),
-    (dict(stop=[7]), "must be strings"), (dict(max_tokens=0), "max_tokens=0 must be a positive number"), (dict(extra_body={"top_k": 3}), "top_k=3.*leave it out"),
+    (dict(stop=[7]), "must be strings"), (dict(max_tokens=0), "max_tokens=0 must be a positive number"),
+    (dict(extra_body={"top_k": 3}), "top_k=3.*leave it out"),
     (dict(messages=[]), "send a list"), (dict(messages=[{"content": "hi"}]), "send role and content"),
     (dict(messages=[user([{"type": "image_url", "image_url": {"url": "x"}}])]), "text only"),
     (dict(tools=[ADD]), "set tool_call_parser in the run file")])
@@ -285,8 +315,8 @@ def test_what_training_would_not_know_of(play, given, words):
     async def agent(client, talk):
         with pytest.raises(openai.BadRequestError, match=words):
             await client.chat.completions.create(model="m", **{"messages": [user("hi")]} | given)
-        await ask(client, [user([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}])], temperature=1.0, top_p=1.0, n=1,
-                  user="me", max_completion_tokens=4)
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        await ask(client, [user(parts)], temperature=1.0, top_p=1.0, n=1, user="me", max_completion_tokens=4)
         return 0.0
     (sample,) = play(agent, tool_call_parser=None)
     assert sample.prompt == "<u>hi<eos>\n<a>" and sample.response_length <= 4
@@ -330,8 +360,8 @@ def test_errors_of_an_agent_are_the_runs(play):
     async def too_many_rewards(client, talk):
         await ask(client, [user("hi")], max_tokens=3)
         return [1.0, 2.0]
-    for agent, kind, words in ((no_call, ValueError, "made no call.*does it use talk.base_url"), (broken, KeyError, "mine"),
-                               (wrong_path, KeyError, "after all"), (too_many_rewards, ValueError, "2 rewards for 1 branches"),
+    for agent, kind, words in ((no_call, ValueError, "no call of the agent was answered; does it use talk.base_url"), (broken, KeyError, "mine"),
+                               (wrong_path, KeyError, "after all"), (too_many_rewards, ValueError, "2 rewards for 1 bran"),
                                (refused_by_the_engine, ValueError, "the engine refused the request")):
         with pytest.raises(kind, match=words):
             play(agent)
