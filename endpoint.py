@@ -63,8 +63,8 @@ class Turn:
 async def session(args, sample: Sample, params: dict):
     """An address for one run of an agent, for as long as the block lasts.
 
-    An agent that ends by an error leaves the block quietly in two cases: its group is not wanted any more; it ran out of
-    context after its first turn (what talk.reward was before stands, or custom_rm judges). Other errors are the caller's.
+    The block is left at once, by cancelling it, where its group is not wanted any more; the rollout will begin anew. It is
+    left quietly where the agent raises because its context is full: talk.reward is what it was, or custom_rm judges.
     """
     client = args.rollout.client
     client.endpoint = client.endpoint or Server()
@@ -73,8 +73,10 @@ async def session(args, sample: Sample, params: dict):
     talk = client.endpoint.sessions[name] = Session(args, sample, params, f"{client.endpoint.url}/{name}/v1")
     try:
         yield talk
-    except Exception as error:
-        if talk.error is None and not talk.aborted and not (talk.turns and getattr(error, "code", None) == FULL):
+    except (Exception, asyncio.CancelledError) as error:
+        full = talk.turns and getattr(error, "code", None) == FULL
+        unwanted = talk.aborted and not talk.owner.uncancel()    # not zero: somebody else has cancelled it as well
+        if not unwanted and (isinstance(error, asyncio.CancelledError) or not full and talk.error is None):
             raise
     finally:
         del client.endpoint.sessions[name]
@@ -92,13 +94,13 @@ class Session:
         self.reward = None
         self.turns: list[Turn] = []
         self.asked = Counter()               # how often the same has been asked
-        self.calls: set[asyncio.Task] = set()
+        self.calls, self.owner = set(), asyncio.current_task()
         self.aborted, self.error = False, None
 
     async def in_thread(self, function: Callable, *args, **kw):
         """An agent that blocks, in a thread of its own. NOTE: asyncio.to_thread has few, which also serve the engines."""
         result = concurrent.futures.Future()
-        result.set_running_or_notify_cancel()                    # else an agent that nobody waits for could not end
+        result.set_running_or_notify_cancel()                    # else the end of one that nobody waits for is an error
 
         def work():
             try:
@@ -159,7 +161,8 @@ class Session:
         self.asked[key] += 1
         await args.generate(sample, params)
         if sample.status == Status.ABORTED:
-            self.aborted = True
+            if not self.aborted:             # many agents would try again for minutes
+                self.aborted = self.owner.cancel()
             raise Refused(*UNWANTED)
         ids = sample.tokens[before:]
         if not ids:

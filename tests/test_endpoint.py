@@ -360,7 +360,7 @@ def test_errors_of_an_agent_are_the_runs(play):
     async def too_many_rewards(client, talk):
         await ask(client, [user("hi")], max_tokens=3)
         return [1.0, 2.0]
-    for agent, kind, words in ((no_call, ValueError, "no call of the agent was answered; does it use talk.base_url"), (broken, KeyError, "mine"),
+    for agent, kind, words in ((no_call, ValueError, "no call of the agent was answered; does"), (broken, KeyError, "mine"),
                                (wrong_path, KeyError, "after all"), (too_many_rewards, ValueError, "2 rewards for 1 bran"),
                                (refused_by_the_engine, ValueError, "the engine refused the request")):
         with pytest.raises(kind, match=words):
@@ -394,24 +394,61 @@ def test_calls_after_the_end_and_calls_nobody_waits_for(make):
 
 
 def test_a_group_that_is_not_wanted_any_more(make, capfd):
-    """Agents of surplus groups read an error, once, and end; their prompts are asked again."""
-    refused = []
+    """The agents of surplus groups end at once, also those that would try again for ever; their prompts are asked again."""
+    ends, tries = [], []
+
+    async def patient(base_url, calls, group):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+        for i in range(calls):
+            try:
+                await ask(client, [user("hi" + " " * i)], max_tokens=100 if i else 1)
+            except asyncio.CancelledError:
+                ends.append(group)
+                raise
+            except openai.APIError:
+                await asyncio.sleep(1000)
+
+    def blocking(base_url):
+        client = openai.OpenAI(base_url=base_url, api_key="none")
+        while True:
+            try:
+                client.chat.completions.create(model="m", messages=[user("hi")])
+            except openai.InternalServerError as error:
+                tries.append(str(error))
+                time.sleep(0.05)
+            except openai.NotFoundError:
+                ends.append("thread")
+                return
 
     async def hook(args, sample, params):
         async with session(args, sample, params) as talk:
-            client = openai.AsyncOpenAI(base_url=talk.base_url, api_key="none")
+            if sample.group_index == 2:
+                await talk.in_thread(blocking, talk.base_url)
+            else:
+                await patient(talk.base_url, 1 + 99 * sample.group_index, sample.group_index)
             talk.reward = 0.0
-            for i in range(1 + 99 * (sample.group_index > 0)):
-                try:
-                    await ask(client, [user("hi" + " " * i)], max_tokens=100 if i else 1)
-                except openai.InternalServerError as error:
-                    refused.append((sample.group_index, str(error)))
-                    raise
         return talk.samples()
     rollout = make(hook, over_sampling_batch_size=3, n_samples_per_prompt=2)
+    begin = time.monotonic()
     result = rollout.generate(0)
+    assert time.monotonic() - begin < 60
     assert {s.group_index for s in result.samples} == {0} and result.metrics["rollout/groups_put_back"] == 2
-    assert len(refused) == 4 and all("not wanted any more; end the agent" in words for _, words in refused)
     assert sorted(group[0].group_index for group in rollout.data.buffer) == [1, 2]
     assert all(s.status == Status.PENDING and not s.response_length for group in rollout.data.buffer for s in group)
+    while ends.count("thread") < 2:
+        assert time.monotonic() - begin < 60
+        time.sleep(0.05)
+    assert ends.count(1) == 2 and all("not wanted any more; end the agent" in words for words in tries)
     assert "ended with an error" not in capfd.readouterr().out
+
+
+def test_a_rollout_that_takes_too_long(make):
+    """generate_timeout_s cancels the hook too, which must not be taken for an unwanted group."""
+    async def hook(args, sample, params):
+        async with session(args, sample, params) as talk:
+            async with openai.AsyncOpenAI(base_url=talk.base_url, api_key="none") as client:
+                await ask(client, [user("hi")], max_tokens=1)
+                await asyncio.sleep(1000)
+        return talk.samples()
+    with pytest.raises(TimeoutError, match="was not done in 3 s"):
+        make(hook, generate_timeout_s=3.0).generate(0)
