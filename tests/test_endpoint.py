@@ -279,7 +279,7 @@ def test_a_blocking_agent_and_streams(make, tokenizer):
         chunks = list(client.chat.completions.create(model="m", messages=[ASK], tools=[ADD], stream=True,
                                                      stream_options={"include_usage": True}))
         (call,) = chunks[0].choices[0].delta.tool_calls
-        assert chunks[1].choices[0].finish_reason == "tool_calls" and chunks[2].usage.completion_tokens > 9
+        assert call.index == 0 and chunks[1].choices[0].finish_reason == "tool_calls" and chunks[2].usage.completion_tokens > 9
         plain = client.chat.completions.create(model="m", messages=[user("hi")], max_tokens=5, logprobs=True, temperature=COLD)
         return call.function.arguments, plain.choices[0].logprobs.content
 
@@ -355,6 +355,7 @@ def test_errors_of_an_agent_are_the_runs(play):
         talk.params["temperature"] = -1.0
         with pytest.raises(openai.InternalServerError, match="the engine refused the request"):
             await ask(client, [user("hi")])
+        assert talk.asked.total() == 1, "the client shall not try it again"
         return 1.0
 
     async def too_many_rewards(client, talk):
