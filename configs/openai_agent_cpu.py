@@ -58,7 +58,7 @@ apply_chat_template_kwargs = dict(
 prompt_data, label_key = rows, "label"
 custom_generate_function = generate
 eval_prompt_data = dict(sums=dict(prompt_data=held_out_rows, eval_temperature=0.0))
-rollout_batch_size, n_samples_per_prompt, num_rollout = 16, 8, 40    # 128 runs of the agent a step: 256 conversations
+rollout_batch_size, n_samples_per_prompt, num_rollout = 16, 8, 20    # 128 runs of the agent a step: 256 conversations
 rollout_max_response_len = 24     # two answers, and the question between them
 eval_interval = 10
 lr, weight_decay = 1e-4, 0.0
