@@ -118,7 +118,7 @@ def plain(turn: dict) -> dict:
 
 
 # ---- Tools -----------------------------------------------------------------------------------------------------------
-def call_parser(args, tools: list[Callable]) -> Callable[[str], tuple[str, list[dict]]]:
+def call_parser(args, tools: list[Callable | dict]) -> Callable[[str], tuple[str, list[dict]]]:
     """-> parser(text of a turn) -> what is said before the calls, and the calls as chat messages have them.
 
     SGLang's parsers know the format of each family (tool_call_parser); they leave out what they cannot read, and tools that
@@ -127,7 +127,7 @@ def call_parser(args, tools: list[Callable]) -> Callable[[str], tuple[str, list[
     from sglang.srt.entrypoints.openai.protocol import Tool      # 2 s to import: only where tools are
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)    # a line for each bad call; we count them
-    schemas = [Tool(**chat.schema(tool)) for tool in tools]
+    schemas = [Tool(**(tool if isinstance(tool, dict) else chat.schema(tool))) for tool in tools]
 
     def parse(text):
         parser = FunctionCallParser(schemas, args.tool_call_parser)          # one for each text: it remembers

@@ -46,6 +46,7 @@ class Client:
         self.in_flight = 0                   # requests that an engine has now
         self.holds = 0                       # how often sync() has stopped the engines
         self.replacing: asyncio.Task | None = None
+        self.endpoint = None                 # endpoint.py's server, from the first session on
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True)
         self.thread.start()
@@ -70,6 +71,8 @@ class Client:
         self.serving.set()
 
     def close(self) -> None:
+        if self.endpoint:
+            self.run(self.endpoint.close())
         self.run(self.session.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)

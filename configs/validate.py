@@ -162,8 +162,8 @@ def validate_generation(cfg: Config) -> None:
         names = [tool.__name__ for tool in cfg.tools]
         need(len(set(names)) == len(names), f"tools: {names} have not all a name of their own; rename one")
     else:
-        need(not cfg.tool_call_parser or cfg.custom_generate_function, "tool_call_parser has no effect without tools; "
-             "remove it")
+        need(not cfg.tool_call_parser or cfg.custom_generate_function,
+             "tool_call_parser has no effect without tools or custom_generate_function; remove it")
     need(cfg.max_turns > 0, f"max_turns={cfg.max_turns} must be positive; set it to 1 or more")
     validate_hooks(cfg)
     need(not cfg.inject_faults or cfg.loss_type != "sft", "inject_faults strikes engines, and loss_type='sft' has none")
