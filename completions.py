@@ -101,7 +101,8 @@ def comparable(message: dict) -> str:
 def answer(body: dict, content: str, calls: list[dict], truncated: bool, lengths: tuple[int, int],
            pairs: Iterable[tuple[str, float]]) -> dict:
     """lengths: tokens of the prompt and of the answer; pairs: each one's text and log-prob, read only where asked for."""
-    calls = [call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}} for call in calls]
+    calls = [call | {"function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}}
+             for call in calls]
     message = {"role": "assistant", "content": content or None} if calls else {"role": "assistant", "content": content}
     message |= {"tool_calls": calls} if calls else {}
     told = [{"token": word, "logprob": logp, "bytes": list(word.encode()), "top_logprobs": []}

@@ -1,6 +1,6 @@
 """
-What overlap gives: a trainer and an engine on a GPU each, answers of very different lengths, a reward that takes a second from the
-middle of the run on. Random weights of Qwen3-0.6B's shape.
+What overlap gives: a trainer and an engine on a GPU each, answers of very different lengths, a reward that takes a second from
+the middle of the run on. Random weights of Qwen3-0.6B's shape.
 
     python benchmarks/overlap.py outputs/overlap             this run, synchronous, one step off and fully asynchronous
 """
