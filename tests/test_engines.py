@@ -179,6 +179,8 @@ def test_a_dead_engine_is_found_and_replaced_but_not_for_ever(engines):
     dead = engines.urls[1]
     engines.restart(1)
     assert engines.check() == [] and engines.restarts == 1
+    assert set(engines.router.workers()) == {engines.urls[0]}, "it has no weights yet, so nobody is sent to it"
+    engines.admit(1)
     assert set(engines.router.workers()) == set(engines.urls) and dead not in engines.urls
     for _ in range(4):                       # both in turns
         assert len(send(engines.router_url, [5, 6], 3)["output_ids"]) == 3
