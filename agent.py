@@ -78,9 +78,7 @@ class Conversation:
     async def say(self) -> str:
         """The assistant's next turn -> its text, special tokens and all. Why it ended is in sample.status.
 
-        NOTE: who goes on and awaits something else before hear() sets that to PENDING first, or an abort meanwhile would take
-        the sample for finished.
-        """
+        NOTE: set it to PENDING before you await anything else, or an abort meanwhile would take the sample for finished."""
         sample = self.sample
         if not (sample.turns and sample.turns[-1]["role"] == "assistant" and "end" not in sample.turns[-1]):
             sample.turns = [*sample.turns, {"role": "assistant", "content": "", "begin": sample.response_length}]

@@ -45,6 +45,7 @@ class Client:
         self.counts = Counter()              # of this step: retries, and what the engines say of each answer
         self.in_flight = 0                   # requests that an engine has now
         self.holds = 0                       # how often sync() has stopped the engines
+        self.enough = False                  # the step has its groups: no conversation gets another turn
         self.replacing: asyncio.Task | None = None
         self.endpoint = None                 # endpoint.py's server, from the first session on
         self.loop = asyncio.new_event_loop()
@@ -89,6 +90,9 @@ class Client:
             begin -= next((i for i, logp in enumerate(reversed(sample.rollout_log_probs)) if logp == 0.0),
                           len(sample.rollout_log_probs))
         while True:
+            if self.enough:
+                sample.status = Status.ABORTED
+                return sample
             left = self.context_len - len(sample.tokens)
             room = min(params["max_new_tokens"] - sample.response_length, left)
             if room <= 0 or left < ENGINE_RESERVE:

@@ -155,8 +155,10 @@ class Rollout:
                         self.on_progress(len(kept), cfg.rollout_batch_size)
                         continue             # counted as trained when the batch is full
                     outcomes[outcome] += 1
+            self.client.enough = True        # who waits for a tool now is in no engine, and would miss the abort
             outcomes["put_back"] += await self.abort(pending)
         finally:
+            self.client.enough = False
             for task in pending:             # after an error: nothing may go on behind our back
                 task.cancel()
         asked = outcomes.pop("asked")

@@ -4,7 +4,7 @@ test_agent.py: is a conversation's every token where it belongs, whoever said it
     a made-up conversation, cut anywhere --agent.py--> Sample: trained == what the engine sent, all else masked
     the real engine and tools --rollout.py--> Samples --buffer.py--> packed batch: no tool's word has weight
 
-Test:  pytest tests/test_agent.py        (80 s, half of it one SGLang start)
+Test:  pytest tests/test_agent.py        (90 s, a third of it one SGLang start)
 Engine stands in for SGLang where it must abort within a word; the last tests have the real one, on a model whose weights are set by
 hand. What is said is decided beforehand in both, so that the right tokens can be written down without agent.py's help.
 """
