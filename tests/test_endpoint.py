@@ -296,7 +296,7 @@ def test_weights_that_change_meanwhile(make, engines, reference):
     time.sleep(0.3)                          # of the second or so that 600 tokens take
     try:
         rollout.sync(push, 1)
-        (sample,) = under_way.result(100)
+        (sample,) = under_way.result(100).samples
     finally:
         engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
     first = sample.weight_versions[:600]
