@@ -271,6 +271,40 @@ def test_what_the_engine_is_asked(make):
     assert 0 < begin and [s.reward for s in samples] == [s.response_length for s in samples]
 
 
+def test_weights_that_change_meanwhile(make, engines, reference):
+    """A sync stops the answer for a moment; the agent does not notice, and each token knows its version."""
+    async def hook(args, sample, params):
+        async with session(args, sample, params | {"ignore_eos": True}) as talk:
+            async with openai.AsyncOpenAI(base_url=talk.base_url, api_key="none") as client:
+                message, answer = await ask(client, [user("hi")], max_tokens=600)
+                assert answer.usage.completion_tokens == 600
+                await ask(client, [user("hi"), message, user("go on")], max_tokens=20)
+            talk.reward = 1.0
+        return talk.samples()
+
+    def push():
+        engines.pause()
+        engines.flush_cache()
+        engines.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
+        engines.resume()
+        return {}
+    rollout = make(hook, rollout_max_response_len=800)
+    under_way = rollout.start(0)
+    end = time.monotonic() + 60
+    while not rollout.client.in_flight and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.3)                          # of the second or so that 600 tokens take
+    try:
+        rollout.sync(push, 1)
+        (sample,) = under_way.result(100).samples
+    finally:
+        engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+    first = sample.weight_versions[:600]
+    assert set(first) == {0, 1} and first == sorted(first) and sample.loss_mask[:600] == [1] * 600
+    assert set(sample.weight_versions[-20:]) == {1}
+    assert_log_probs(reference, sample)
+
+
 # ---- Other clients, streams ----------------------------------------------------------------------------------------------
 def test_a_blocking_agent_and_streams(make, tokenizer):
     def agent(base_url):
@@ -339,6 +373,8 @@ def test_no_room(play):
 
 
 def test_errors_of_an_agent_are_the_runs(play):
+    asked = []
+
     async def no_call(client, talk):
         return 1.0
 
@@ -355,7 +391,7 @@ def test_errors_of_an_agent_are_the_runs(play):
         talk.params["temperature"] = -1.0
         with pytest.raises(openai.InternalServerError, match="the engine refused the request"):
             await ask(client, [user("hi")])
-        assert talk.asked.total() == 1, "the client shall not try it again"
+        asked.append(talk.asked.total())
         return 1.0
 
     async def too_many_rewards(client, talk):
@@ -366,6 +402,7 @@ def test_errors_of_an_agent_are_the_runs(play):
                                (refused_by_the_engine, ValueError, "the engine refused the request")):
         with pytest.raises(kind, match=words):
             play(agent)
+    assert asked == [1], "the client shall not try again what cannot help"
 
 
 def test_calls_after_the_end_and_calls_nobody_waits_for(make):
