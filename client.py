@@ -15,6 +15,7 @@ Knows nothing about: groups, rewards, trainers. `resync` and the `push` given to
 """
 import asyncio
 import concurrent.futures
+import contextvars
 import json
 import pathlib
 import threading
@@ -31,6 +32,8 @@ from sample import Sample, Status
 
 COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "spec_num_correct_drafts", "spec_num_proposed_drafts",
            "spec_verify_ct")                 # of SGLang's meta_info
+# Index of the sample for which something runs; Rollout sets it, and what hooks start inherits it.
+owner: contextvars.ContextVar[int | None] = contextvars.ContextVar("owner", default=None)
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}     # SGLang's finish_reason
 
 
@@ -44,6 +47,7 @@ class Client:
         self.weight_version = 0              # of the engines
         self.counts = Counter()              # of this step: retries, and what the engines say of each answer
         self.in_flight = 0                   # requests that an engine has now
+        self.busy = Counter()                # sample's index -> its requests that are not answered yet
         self.holds = 0                       # how often sync() has stopped the engines
         self.enough = False                  # the step has its groups: no conversation gets another turn
         self.replacing: asyncio.Task | None = None
@@ -100,7 +104,7 @@ class Client:
                 return sample
             holds = self.holds
             out = await self.request({"input_ids": sample.tokens, "sampling_params": params | {"max_new_tokens": room},
-                                      "return_logprob": True}, sample.index)
+                                      "return_logprob": True})
             self.take(sample, out["meta_info"], params, begin)
             if sample.status != Status.ABORTED or self.holds == holds:
                 return sample
@@ -146,8 +150,15 @@ class Client:
     def ends(self, params: dict) -> set[int]:
         return self.end_ids | set(params.get("stop_token_ids") or ())
 
-    async def request(self, payload: dict, who: Any = None) -> dict:
-        """One /generate through the router; repeated after an engine died under it. who: for messages."""
+    async def request(self, payload: dict) -> dict:
+        """One /generate through the router; repeated after an engine died under it."""
+        self.busy[owner.get()] += 1
+        try:
+            return await self.request_now(payload, owner.get())
+        finally:
+            self.busy[owner.get()] -= 1
+
+    async def request_now(self, payload: dict, who: int | None) -> dict:
         problem = "none"
         async with self.slots:
             for attempt in range(self.cfg.request_retries + 1):

@@ -32,7 +32,7 @@ import algos
 import hookdata
 import hooks
 from buffer import DataSource, to_train_data
-from client import Client
+from client import Client, owner
 from configs.base import Config
 from engines import EngineError
 from hooks import Args, DynamicFilterOutput
@@ -237,8 +237,8 @@ class Rollout:
                     await asyncio.to_thread(self.engines.abort_all)
             except EngineError:
                 await self.client.recover()  # it died with its requests; they are repeated on another, and aborted there
-            # A slow reward of a thrown-away group is not waited for.
-            waiting = [task for task, group in pending.items() if any(s.status == Status.PENDING for s in group)]
+            # Only engines are waited for, which have tokens for us; not a tool or a reward of what is not wanted now.
+            waiting = [task for task, group in pending.items() if any(self.client.busy[s.index] for s in group)]
             if not waiting:
                 break
             done, _ = await asyncio.wait(waiting, timeout=1.0)
@@ -295,6 +295,7 @@ class Rollout:
     async def generate_and_score(self, cfg: Config, sample: Sample, evaluation: bool,
                                  own_params: dict | None = None) -> list[Sample]:
         """One sample, or its siblings where a custom generate returns several."""
+        owner.set(sample.index)
         params = self.sampling_params(cfg, sample, evaluation) | (own_params or {})
         if cfg.mask_offpolicy_in_partial_rollout and sample.response_length:     # older weights' tokens: context, not trained
             versions = sample.weight_versions or [-1] * sample.response_length

@@ -218,7 +218,7 @@ WRONG = [
     (dict(rollout_temperature=0.0), r"rollout_temperature must be > 0.*set rollout_temperature=1\.0 \(eval_temperature may be 0\)"),
     (dict(rollout_top_p=0.0), r"rollout_top_p=0.0 must be in \(0, 1\]; set rollout_top_p=1.0"),
     (dict(rollout_max_prompt_len=100, rollout_max_context_len=100), "no room for a response; set it to at most .* = 99"),
-    (dict(mask_offpolicy_in_partial_rollout=True), "has no effect without partial_rollout; set partial_rollout=True"),
+    (dict(mask_offpolicy_in_partial_rollout=True), "without partial_rollout or fully_async; set partial_rollout=True"),
     # algorithm
     (dict(kl_coef=0.1, kl_loss_coef=0.1, use_kl_loss=True), "only one of kl_coef .* and kl_loss_coef .*; set kl_coef=0"),
     (dict(kl_loss_coef=0.1), "kl_loss_coef has no effect without use_kl_loss; set use_kl_loss=True"),
@@ -319,7 +319,7 @@ apply_chat_template, tool_call_parser, tools = True, "qwen25", [add]
 
 def test_right_tools(load):
     assert [tool.__name__ for tool in load(text=TOOL).tools] == ["add"]
-    load(custom_generate_function="configs.base.fits", tool_call_parser="qwen25")        # it may call agent.converse itself
+    load(custom_generate_function="agent.converse", tool_call_parser="qwen25")        # it may call agent.converse itself
 
 
 @pytest.mark.parametrize("text, message", [
@@ -332,7 +332,7 @@ def test_right_tools(load):
     ("apply_chat_template = False", "tools are written into the prompt by the chat template; set apply_chat_template=True"),
     ("tool_call_parser = None", r"tool_call_parser=None: how does the model write a call\? set it to 'qwen25' for .* llama3, "),
     ("tool_call_parser = 'qwen2.5'", r"tool_call_parser='qwen2.5': how does .* or another of SGLang's names: .*, qwen25, "),
-    ("tools = []", "tool_call_parser has no effect without tools; remove it"),
+    ("tools = []", "tool_call_parser has no effect without tools or custom_generate_function; remove it"),
     ("custom_generate_function = 'math.sqrt'", "custom_generate_function runs the conversation itself; remove tools, or call"),
     ("loss_type = 'sft'", "tools are called by no one with loss_type='sft'; describe them in the rows"),
     ("max_turns = 0", "max_turns=0 must be positive; set it to 1 or more"),
