@@ -190,12 +190,13 @@ class Client:
         params = {"max_new_tokens": 128} | payload.get("sampling_params", {})    # SGLang's default
         ids = payload["input_ids"] if "input_ids" in payload else self.tokenizer(payload["text"])["input_ids"]
         rest = {k: v for k, v in payload.items() if k not in ("text", "input_ids", "sampling_params")}
-        done, pairs = [], []                 # of the answer so far
+        done, pairs, version = [], [], None  # of the answer so far; of several versions the oldest is told
         while True:
             holds = self.holds
             own = params | {"max_new_tokens": params["max_new_tokens"] - len(done)}
             out = await self.request(rest | {"input_ids": list(ids) + done, "sampling_params": own})
             new, meta = len(done), out["meta_info"]
+            version = meta["weight_version"] = version or meta.get("weight_version")
             done, pairs = done + out["output_ids"], pairs + (meta.get("output_token_logprobs") or [])
             if meta["finish_reason"]["type"] == "abort" and (end := self.end_of(done, new, params)) is not None:
                 done, pairs, meta["finish_reason"] = done[:end], pairs[:end], {"type": "stop", "matched": done[end - 1]}

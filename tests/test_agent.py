@@ -499,13 +499,13 @@ def one_step(engines, tokenizer, folder, monkeypatch, **changes):
     cfg = dataclasses.replace(config("calculator_cpu.py"), **dict(rollout_batch_size=4, over_sampling_batch_size=4, global_batch_size=32,
                                                                   num_rollout=1, max_logprob_diff=1e-4) | changes)
     rollout, sent = Rollout(cfg, engines, DataSource(cfg, tokenizer, 256), {}, folder), []
-    ask = rollout.client.request
+    ask = rollout.client.request_now
 
-    async def request(payload, who=None):
+    async def request_now(payload, who):
         out = await ask(payload, who)
         sent.append((who, list(payload["input_ids"]), [pair[1] for pair in out["meta_info"]["output_token_logprobs"]]))
         return out
-    monkeypatch.setattr(rollout.client, "request", request)
+    monkeypatch.setattr(rollout.client, "request_now", request_now)
     try:
         return rollout.generate(0), cfg, sent
     finally:

@@ -34,7 +34,14 @@ from rollout import Rollout
 from sample import Status
 
 HERE = pathlib.Path(__file__).parent
-EXAMPLES = HERE / "hooks_examples.md"        # where the blocks are taken from
+README = HERE.parent / "README.md"
+
+
+def section() -> str:
+    """README's "Hooks", from which the blocks are taken."""
+    return README.read_text().partition("\n## Hooks\n")[2].partition("\n## ")[0]
+
+
 CONTEXT = 2048                               # tokens: the tiny model's max_position_embeddings
 BASE = '''
 def rows():
@@ -53,7 +60,7 @@ num_rollout = 2
 
 def blocks() -> dict[str, str]:
     """Each example by the setting that its last lines make; custom_rm twice."""
-    found = re.findall(r"```python\n(.*?)```", EXAMPLES.read_text(), re.DOTALL)
+    found = re.findall(r"```python\n(.*?)```", section(), re.DOTALL)
     names = [re.findall(r"^(\w+) = ", text, re.MULTILINE) for text in found]
     return {" ".join(own): text for own, text in zip(names, found)}
 
@@ -142,7 +149,7 @@ def said(tokenizer, sample, trained: int) -> str:
 
 # ---- The README's examples, as they stand there ------------------------------------------------------------------------
 def test_every_hook_has_an_example_of_at_most_ten_lines():
-    text = EXAMPLES.read_text()
+    text = section()
     table = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert len(table) == 10 and {name.split()[0] for name in blocks()} >= set(table)
     for name, block in blocks().items():
@@ -270,7 +277,10 @@ def test_search_agent(make, slime, tokenizer, reference, send, template, tiny_mo
         tokenizer.chat_template = "{% for m in messages %}q {{ m.content }}\n{% endfor %}a "
     rollout = make("reward_key = 'score'\n", tokenizer, custom_generate_function="search_agent.generate",
                    custom_rm="search_agent:reward_func", apply_chat_template=template)
-    result = rollout.generate(0)
+    for step in range(10):                   # a random model: until one of its samples searches
+        result = rollout.generate(step)
+        if any(0 in s.loss_mask for s in result.samples):
+            break
     assert any(0 in s.loss_mask for s in result.samples), "no sample searched"
     for s in result.samples:
         assert s.prompt.startswith("q ") == template

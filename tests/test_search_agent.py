@@ -245,9 +245,9 @@ def test_real_engine(tmp_path, tokenizer):
         rollout = Rollout(cfg, engines, DataSource(cfg, tokenizer, 256), data, tmp_path)
         try:
             metrics = rollout.evaluate(0)
-            group = rollout.run(rollout.generate_group(data["right"].cfg, data["right"].get_samples(1)[0], evaluation=True))
-            rollout.context_len = len(taught.tokens)             # no room for SGLang to answer in
-            short = rollout.run(rollout.generate_group(data["right"].cfg, data["right"].get_samples(1)[0], evaluation=True))[0]
+            group = rollout.client.run(rollout.generate_group(data["right"].cfg, data["right"].get_samples(1)[0], evaluation=True))
+            rollout.client.context_len = len(taught.tokens)             # no room for SGLang to answer in
+            short = rollout.client.run(rollout.generate_group(data["right"].cfg, data["right"].get_samples(1)[0], evaluation=True))[0]
         finally:
             rollout.close()
     assert (metrics["eval/right"], metrics["eval/searched"]) == (1.0, 1.0)
