@@ -334,10 +334,10 @@ class Client:
     def metrics(self) -> dict[str, float]:
         """Of the answers since the last call; the spec_ ones only with speculative decoding."""
         counts, self.counts = self.counts, Counter()
-        out = {"rollout/generated_tokens": counts["completion_tokens"], "rollout/request_retries": counts["retries"],
+        out = {"perf/generated_tokens": counts["completion_tokens"], "rollout/request_retries": counts["retries"],
                "rollout/engine_restarts": self.engines.restarts, "rollout/router_restarts": counts["router_restarts"]}
         if counts["prompt_tokens"]:
-            out["rollout/prefix_cache_hit_rate"] = counts["cached_tokens"] / counts["prompt_tokens"]
+            out["perf/prefix_cache_hit_rate"] = counts["cached_tokens"] / counts["prompt_tokens"]
         if counts["spec_num_proposed_drafts"]:
             out["rollout/spec_accept_rate"] = counts["spec_num_correct_drafts"] / counts["spec_num_proposed_drafts"]
             out["rollout/spec_accept_length"] = counts["completion_tokens"] / counts["spec_verify_ct"]

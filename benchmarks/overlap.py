@@ -27,7 +27,7 @@ def halves(rows: list[dict]) -> list[dict[str, float]]:
             return sum(row.get(key, 0.0) for row in part) / len(part)
         step, sync = mean("perf/step_time"), mean("perf/update_weights_time")
         out.append(dict(step=step, R=mean("perf/rollout_time"), T=mean("perf/train_time"), S=sync, other=mean("perf/other_time"),
-                        trained=mean("train/tokens"), generated=mean("rollout/generated_tokens"),
+                        trained=mean("train/tokens"), generated=mean("perf/generated_tokens"),
                         stale=mean("rollout/staleness/mean"), diff=mean("train/train_rollout_logprob_abs_diff")))
     return out
 
