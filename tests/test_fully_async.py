@@ -255,3 +255,33 @@ def test_an_error_ends_the_step(make):
         raise ZeroDivisionError("in a hook")
     with pytest.raises(ZeroDivisionError, match="in a hook"):
         make(custom_generate_function=raises).generate(0)
+
+
+def test_an_engine_that_dies_in_a_sync_is_replaced(make, engines):
+    """The last test: answers are in flight, the sync has begun, one engine is gone. All is sent again, and answers go on."""
+    rollout = make(custom_generate_function=of_many_lengths)
+    tries, resynced = [], []
+
+    def resync(ranks):
+        resynced.append(ranks)
+        engines.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False}, only=ranks)
+    rollout.client.resync = resync
+
+    def push():
+        tries.append(len(tries))
+        engines.pause()
+        if len(tries) == 1:
+            engines.fault(1, "kill")
+        engines.flush_cache()
+        engines.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
+        engines.resume()
+        return {"bytes": 7}
+    before = rollout.generate(0).samples
+    assert rollout.sync(push, 1) == {"bytes": 7} and tries == [0, 1] and resynced == [[1]] and engines.restarts == 1
+    assert engines.check() == [] and set(engines.router.workers()) == set(engines.urls) and rollout.client.weight_version == 1
+    samples = before + rollout.generate(1).samples
+    assert len({s.index for s in samples}) == 2 * P * N
+    for s in samples:
+        assert s.response_length == [20, 900, 200, 500][s.group_index % 4] + s.index % 7
+    metrics = rollout.client.metrics()
+    assert metrics["rollout/engine_restarts"] == 1
