@@ -30,6 +30,7 @@ from rich.progress import track
 from torch import Tensor
 
 import chat
+from hooks import pop_first
 from sample import Sample, Status
 
 ENGINE_RESERVE = 7                           # tokens: SGLang refuses an input that leaves less room than this in its context
@@ -62,14 +63,6 @@ def read_rows(cfg, source) -> tuple[list[dict], Counter]:
     if not rows:
         raise ValueError(f"data {source} has no rows; check the slice and the file")
     return rows, skipped
-
-
-def refuse_images(messages: list[dict]) -> None:
-    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-    kinds = {part["type"] for part in parts} - {"text"}
-    if kinds:
-        raise ValueError(f"the messages hold {', '.join(sorted(kinds))}, and the trainers compute with text only; leave such "
-                         "rows out (on_bad_line='skip' does, and counts them)")
 
 
 def read_jsonl(cfg, path: str, skipped: Counter) -> list[dict]:
@@ -174,21 +167,12 @@ class DataSource:
         return samples
 
     def prompt_sample(self, row: dict) -> Sample:
-        cfg, prompt = self.cfg, row[self.cfg.input_key]
-        tools, metadata = row[cfg.tool_key] if cfg.tool_key else self.tools, dict(row.get(cfg.metadata_key) or {})
-        if cfg.apply_chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            refuse_images(messages)
-            metadata["messages"] = messages  # for those who go on with the conversation
-            prompt = chat.render(self.tokenizer, messages, tools, add_generation_prompt=True, **cfg.apply_chat_template_kwargs)
-        if not isinstance(prompt, str):
-            raise ValueError("the prompt is a list of messages; set apply_chat_template=True")
+        cfg, tools = self.cfg, row[self.cfg.tool_key] if self.cfg.tool_key else self.tools
+        prompt, known = to_prompt(cfg, self.tokenizer, row[cfg.input_key], tools)
         # The template has written the special tokens already; a plain string gets the tokenizer's own (such as BOS).
         ids = self.tokenizer(prompt, add_special_tokens=not cfg.apply_chat_template)["input_ids"]
         label = row[cfg.label_key] if cfg.label_key else row.get("label")
-        if tools:
-            metadata["tools"] = tools
-        return Sample(prompt=prompt, tokens=ids, label=label, metadata=metadata)
+        return Sample(prompt=prompt, tokens=ids, label=label, metadata=dict(row.get(cfg.metadata_key) or {}) | known)
 
     def sft_sample(self, row: dict) -> Sample:
         """A finished sample: a prompt and its label, or a conversation whose assistant turns are trained (chat.py says which
@@ -226,10 +210,7 @@ class DataSource:
         groups = []
         if self.buffer:
             before = len(self.buffer)
-            if self.cfg.buffer_filter is not None:
-                groups = self.cfg.buffer_filter(self.cfg, None, self.buffer, num_samples)
-            else:
-                groups, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
+            groups = (self.cfg.buffer_filter or pop_first)(self.cfg, None, self.buffer, num_samples)
             self.buffer_dropped += before - len(self.buffer) - len(groups)
             twice = {id(group) for group in groups} & {id(group) for group in self.buffer}
             if len(groups) > num_samples or twice:
@@ -284,6 +265,17 @@ class DataSource:
         self.buffer = [[Sample.from_dict(d) for d in group] for group in state["buffer"]]
         if self.examples and state.get("examples"):      # a resumed run may be the first with examples
             self.examples.load_state_dict(state["examples"])
+
+
+def to_prompt(cfg, tokenizer, prompt: str | list, tools: list | None) -> tuple[str, dict]:
+    """A row's prompt -> its text after the chat template, and the metadata with which agent.py goes on: messages, tools."""
+    known = {"tools": tools} if tools else {}
+    if cfg.apply_chat_template:
+        known["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = chat.render(tokenizer, known["messages"], tools, add_generation_prompt=True, **cfg.apply_chat_template_kwargs)
+    if not isinstance(prompt, str):
+        raise ValueError("the prompt is a list of messages; set apply_chat_template=True")
+    return prompt, known
 
 
 # ---- Samples -> lists by key -----------------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ def assistant_mask(tokenizer, messages: list[dict], tools=None, **kwargs) -> tup
 def render(tokenizer, messages: list[dict], tools=None, add_generation_prompt: bool = False, **kwargs) -> str:
     """The conversation as the template writes it."""
     messages = [{key: value for key, value in m.items() if key != "step_loss_mask"} for m in messages]
+    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+    kinds = {part["type"] for part in parts} - {"text"}
+    if kinds:
+        raise ValueError(f"the messages hold {', '.join(sorted(kinds))}, and the trainers compute with text only; leave such "
+                         "rows out (on_bad_line='skip' does, and counts them)")
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
                                              add_generation_prompt=add_generation_prompt, **kwargs)

@@ -15,6 +15,7 @@ Knows nothing about: groups, rewards, trainers. `resync` and the `push` given to
 """
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import json
 import pathlib
@@ -28,13 +29,12 @@ import aiohttp
 from buffer import ENGINE_RESERVE
 from configs.base import Config
 from engines import EngineError
-from sample import Sample, Status
+from sample import FINISHED, Sample, Status
 
 COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "spec_num_correct_drafts", "spec_num_proposed_drafts",
            "spec_verify_ct")                 # of SGLang's meta_info
 # Index of the sample for which something runs; Rollout sets it, and what hooks start inherits it.
 owner: contextvars.ContextVar[int | None] = contextvars.ContextVar("owner", default=None)
-STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}     # SGLang's finish_reason
 
 
 class Client:
@@ -90,7 +90,7 @@ class Client:
         ABORTED is returned where the answer is not wanted any more; a sync of the weights only interrupts it.
         """
         begin = len(sample.tokens)           # where this answer begins; one that was put back goes on
-        if sample.status == Status.PENDING:
+        if sample.status == Status.PENDING:  # NOTE: what others said has the log-prob 0.0, a token of the model hardly ever
             begin -= next((i for i, logp in enumerate(reversed(sample.rollout_log_probs)) if logp == 0.0),
                           len(sample.rollout_log_probs))
         while True:
@@ -118,10 +118,7 @@ class Client:
         sample.append([pair[1] for pair in pairs], [pair[0] for pair in pairs], version=int(meta.get("weight_version") or 0))
         if self.cfg.use_rollout_routing_replay:
             keep_routes(sample, meta)
-        for key in COUNTED:
-            self.counts[key] += meta.get(key, 0)
-        finish = meta["finish_reason"]
-        sample.status = STATUS[finish["type"]]
+        sample.status = FINISHED[meta["finish_reason"]["type"]]
         if sample.status != Status.COMPLETED:
             end = self.end_of(sample.tokens[begin:], before - begin, params)
             if end is not None:
@@ -167,7 +164,9 @@ class Client:
                 try:
                     async with self.session.post(self.engines.router_url + "/generate", json=payload) as answer:
                         if answer.status == 200:
-                            return await answer.json()
+                            out = await answer.json()
+                            self.counts.update({key: out["meta_info"].get(key, 0) for key in COUNTED})
+                            return out
                         problem = f"status {answer.status}: {(await answer.text())[:500]}"
                         if answer.status in (400, 422):          # our own mistake: no repetition helps
                             raise ValueError(f"sample {who}: the engine refused the request ({problem}); "
@@ -202,7 +201,7 @@ class Client:
                 done, pairs, meta["finish_reason"] = done[:end], pairs[:end], {"type": "stop", "matched": done[end - 1]}
             if meta["finish_reason"]["type"] != "abort" or self.holds == holds or len(done) >= params["max_new_tokens"]:
                 break
-        if len(done) > len(out["output_ids"]):
+        if done != out["output_ids"]:        # of several pieces, or cut
             out["text"] = self.tokenizer.decode(done, skip_special_tokens=params.get("skip_special_tokens", True))
             out["meta_info"] |= {"completion_tokens": len(done)} | ({"output_token_logprobs": pairs} if pairs else {})
         return out | {"output_ids": done}
@@ -301,10 +300,16 @@ class Client:
             await asyncio.sleep(self.cfg.health_check_interval_s)
             await self.recover()
 
-    async def end_watch(self, monitor: asyncio.Task) -> None:
-        monitor.cancel()
-        if self.replacing:                   # a new engine gets its weights before anything goes on
-            await asyncio.shield(self.replacing)                 # and raises, where it could not be replaced
+    @contextlib.asynccontextmanager
+    async def watching(self):
+        """-> the watch as a task, which only ends by raising; it lasts as long as the block."""
+        monitor = asyncio.create_task(self.watch())
+        try:
+            yield monitor
+        finally:
+            monitor.cancel()
+            if self.replacing:               # a new engine gets its weights before anything goes on
+                await asyncio.shield(self.replacing)             # and raises, where it could not be replaced
 
     async def recover(self) -> None:
         """Replace what is dead. Callers that were waiting when a check began share it."""

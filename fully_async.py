@@ -23,8 +23,8 @@ import time
 from collections import Counter
 
 import hooks
-from sample import Sample, Status
 from rollout import Rollout, RolloutResult, start_over
+from sample import Sample, Status
 
 
 class FullyAsyncRollout(Rollout):
@@ -169,7 +169,7 @@ class FullyAsyncRollout(Rollout):
 
     def interrupted(self, sample: Sample) -> dict:
         """Between two turns of a conversation a sample looks finished."""
-        return sample.to_dict() | ({"status": Status.ABORTED.value} if sample.index in self.generating else {})
+        return sample.to_dict() | ({"status": Status.ABORTED.value} if id(sample) in self.generating else {})
 
     def load_state_dict(self, state: dict) -> None:
         self.data.load_state_dict(state["data"])

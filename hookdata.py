@@ -12,6 +12,7 @@ Knows nothing about: how hooks are called (rollout.py), what they may import (ho
 import torch
 
 import chat
+from buffer import to_prompt
 from hooks import Args, RolloutFnEvalOutput, RolloutFnTrainOutput, pop_first
 from rewards import RewardError, to_reward
 from sample import Sample, Status
@@ -133,7 +134,7 @@ class OwnData:
         folder = str(run_dir / "checkpoints")
         self.own = cfg.data_source(Args(**vars(cfg) | dict(hf_checkpoint=tokenizer.name_or_path), tokenizer=tokenizer,
                                         context_len=context_len, save=folder, load=folder, rollout_global_dataset=True))
-        self.examples, self.skipped, self.buffer = None, {}, []
+        self.examples, self.skipped, self.buffer, self.buffer_dropped = None, {}, [], 0
         self.next_group, self.next_index, self.steps = 0, 0, 0
 
     def __len__(self) -> int:
@@ -159,12 +160,10 @@ class OwnData:
     def text(self, sample: Sample) -> str:
         if isinstance(sample.prompt, str):
             return sample.prompt
-        if not self.cfg.apply_chat_template:
-            raise ValueError(f"sample {sample.index}: the prompt is a list of messages; set apply_chat_template=True")
-        tools = [chat.schema(tool) for tool in self.cfg.tools]
-        sample.metadata |= {"messages": sample.prompt} | ({"tools": tools} if tools else {})     # for agent.py
-        return chat.render(self.tokenizer, sample.prompt, sample.metadata.get("tools"), add_generation_prompt=True,
-                           **self.cfg.apply_chat_template_kwargs)
+        tools = [chat.schema(tool) for tool in self.cfg.tools] or sample.metadata.get("tools")
+        text, known = to_prompt(self.cfg, self.tokenizer, sample.prompt, tools)
+        sample.metadata |= known
+        return text
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         (self.own.add_samples if self.cfg.partial_rollout or self.cfg.rollout_function else self.buffer.extend)(groups)

@@ -59,7 +59,7 @@ class Rollout:
         self.rewarder = Rewarder(cfg.reward_workers)
         self.on_progress = on_progress       # (finished, wanted) groups, from the event loop's thread
         self.restarted = 0                   # samples begun anew in this step, for staleness
-        self.generating: set[int] = set()    # samples that a hook has now, by index
+        self.generating: set[int] = set()    # samples that a hook has now, by id(): training and evaluation number their own
         self.client = client = Client(cfg, engines, data.tokenizer, data.context_len, run_dir)
         # What hooks get as `args`: every setting of the run, also in evaluation, and what upstream has besides.
         host, port = engines.router_url.removeprefix("http://").split(":")
@@ -108,25 +108,22 @@ class Rollout:
             out = await self.call_whole("rollout_function", step)
             groups, metrics = hookdata.train_output(out, self.cfg, version)
             return self.finish(step, groups, Counter(), Counter(), time.perf_counter() - begin, metrics)
-        monitor = asyncio.create_task(self.client.watch())
-        try:
+        async with self.client.watching() as monitor:
             return await self.fill_batch(step, monitor)
-        finally:
-            await self.client.end_watch(monitor)
 
     async def call_whole(self, key: str, step: int, **evaluation):
         """rollout_function or eval_function, with the engines watched meanwhile."""
-        limit_s, monitor = self.cfg.generate_timeout_s, asyncio.create_task(self.client.watch())
-        work = asyncio.create_task(hooks.call(getattr(self.cfg, key), self.args, step, self.data, **evaluation))
-        try:
-            await asyncio.wait([work, monitor], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not monitor.done():
-                raise TimeoutError(f"step {step}: {key} was not done in {limit_s:.0f} s; what does it wait for? Else set "
-                                   "generate_timeout_s higher")
-            return work.result() if work.done() else monitor.result()            # the monitor only ends by raising
-        finally:
-            work.cancel()
-            await self.client.end_watch(monitor)
+        limit_s = self.cfg.generate_timeout_s
+        async with self.client.watching() as monitor:
+            work = asyncio.create_task(hooks.call(getattr(self.cfg, key), self.args, step, self.data, **evaluation))
+            try:
+                await asyncio.wait([work, monitor], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done() and not monitor.done():
+                    raise TimeoutError(f"step {step}: {key} was not done in {limit_s:.0f} s; what does it wait for? Else set "
+                                       "generate_timeout_s higher")
+                return work.result() if work.done() else monitor.result()
+            finally:
+                work.cancel()
 
     async def fill_batch(self, step: int, monitor: asyncio.Task) -> RolloutResult:
         cfg, begin = self.cfg, time.perf_counter()
@@ -331,7 +328,7 @@ class Rollout:
             return [await self.client.generate(sample, params)]
         extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(hook).parameters else {}
         version = self.client.weight_version
-        self.generating.add(sample.index)
+        self.generating.add(id(sample))
         try:
             async with asyncio.timeout(cfg.generate_timeout_s) as limit:
                 out = await hook(self.args, sample, params, **extra)
@@ -345,7 +342,7 @@ class Rollout:
                                f"{cfg.generate_timeout_s:.0f} s; does a tool hang? Else set generate_timeout_s "
                                "higher") from error
         finally:
-            self.generating.discard(sample.index)
+            self.generating.discard(id(sample))
         key = cfg.eval_reward_key if evaluation else cfg.reward_key
         return hookdata.siblings(out, sample, version, key, cfg.partial_rollout)
 
@@ -384,16 +381,15 @@ class Rollout:
                     index = i * cfg.n_samples_per_eval_prompt + j
                     group.append(prompt.copy(group_index=i, index=index))
                 groups.append(group)
-            monitor = asyncio.create_task(self.client.watch())
-            tasks = [asyncio.create_task(self.generate_group(cfg, group, evaluation=True)) for group in groups]
-            try:
-                work = asyncio.gather(*tasks)
-                await asyncio.wait([work, monitor], return_when=asyncio.FIRST_COMPLETED)
-                results = work.result() if work.done() else monitor.result()     # the monitor only ends by raising
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await self.client.end_watch(monitor)
+            async with self.client.watching() as monitor:
+                tasks = [asyncio.create_task(self.generate_group(cfg, group, evaluation=True)) for group in groups]
+                try:
+                    work = asyncio.gather(*tasks)
+                    await asyncio.wait([work, monitor], return_when=asyncio.FIRST_COMPLETED)
+                    results = work.result() if work.done() else monitor.result()
+                finally:
+                    for task in tasks:       # after one has raised, gather's own cancel() would leave the others
+                        task.cancel()
             results = [group for group in results if group is not None]
             if any(s.status == Status.ABORTED for group in results for s in group):
                 raise RuntimeError(f"evaluation {name}: custom_generate_function aborted a sample, which has no second try "
@@ -427,7 +423,7 @@ class Rollout:
             "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
             "rollout/stale_tokens": mean(v < self.client.weight_version for s in samples for v in s.trained_versions()),
             "rollout/restarted_stale": self.restarted, "rollout/reward_restarts": self.rewarder.workers.restarts,
-            "rollout/waiting_groups": len(getattr(self.data, "buffer", ())),
+            "rollout/waiting_groups": len(self.data.buffer), "rollout/buffer_dropped": self.data.buffer_dropped,
             "perf/generate_time": seconds, "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
         metrics |= self.client.metrics() | turn_metrics("rollout/", samples)
         constant = Counter(round(g[0], 2) for g in groups.values() if max(g) == min(g))

@@ -24,6 +24,10 @@ class Status(str, enum.Enum):
     FAILED = "failed"        # its reward raised, and the config says to go on
 
 
+# Why SGLang says that an answer ended (finish_reason) -> what that makes of the sample.
+FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
 @dataclass
 class Sample:
     """One prompt and one response: the only thing that generation, reward, buffer and training share.
@@ -100,8 +104,7 @@ class Sample:
             mask[:], self.loss_mask = self.loss_mask, mask
         self.response += text or ""
         if trainable and update_terminal_info and "finish_reason" in meta:
-            self.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[
-                meta["finish_reason"]["type"]]
+            self.status = FINISHED[meta["finish_reason"]["type"]]
 
     @property
     def effective_response_length(self) -> int:

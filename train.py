@@ -145,8 +145,8 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
 
     from actor import Trainers
     from engines import Engines, check_server
-    from logs import Logs
     from fully_async import FullyAsyncRollout
+    from logs import Logs
     from rollout import FileRollout, Rollout
     model_dir = resolve_model(cfg, run_dir)
     with reading_input():

@@ -233,6 +233,40 @@ def test_a_hooks_own_request_is_whole(make, reference):
         assert_log_probs(reference, s)
 
 
+def test_an_evaluation_does_not_take_a_conversation_for_finished(make):
+    """Held-out samples are numbered from 0 like those that train: what ends there says nothing about these."""
+    async def two_turns(args, sample, params, evaluation=False):
+        sample = await args.generate(sample, params | {"max_new_tokens": 5, "ignore_eos": True})
+        await asyncio.sleep(0.0 if evaluation else 60.0)
+        return sample
+    rollout = make(custom_generate_function=two_turns, partial_rollout=True, eval_prompt_data={"held_out": lambda: sums()[:P * N]})
+    pending = rollout.start(0)
+    while len(rollout.under_way) < P or any(s.response_length < 5 for group in rollout.under_way.values() for s in group):
+        time.sleep(0.05)
+    rollout.evaluate(0)
+    under_way = [s for group in rollout.state_dict()["under_way"] for s in group]
+    assert {s["index"] for s in under_way} >= set(range(P * N)) and {s["status"] for s in under_way} == {"aborted"}
+    pending.cancel()
+
+
+def test_a_cut_answer_keeps_its_log_probs_beside_its_tokens(make, monkeypatch):
+    """The stop string "ab" in two pieces, and more behind it: tokens, log-probs and text end at the same place."""
+    rollout = make()
+    ids = {piece: rollout.client.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("1a", "bcdefg")}
+    pieces = list(ids.values())
+
+    async def request(payload):
+        rollout.client.holds += 1            # a sync after each
+        own = pieces.pop(0)
+        return {"text": "?", "output_ids": own, "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "0",
+                                                              "output_token_logprobs": [(-float(i), i, None) for i in own]}}
+    monkeypatch.setattr(rollout.client, "request", request)
+    url = rollout.engines.router_url + "/generate"
+    out = rollout.client.run(rollout.client.post(url, {"text": "x", "sampling_params": {"stop": "ab", "max_new_tokens": 50}}))
+    assert out["text"] == "1ab" and out["meta_info"]["finish_reason"]["type"] == "stop"
+    assert [pair[1] for pair in out["meta_info"]["output_token_logprobs"]] == out["output_ids"] == ids["1a"] + ids["bcdefg"][:1]
+
+
 def test_filters_failures_and_an_end_of_the_data(make):
     async def fails(args, sample):
         if sample.group_index % 5 == 4:
