@@ -3,10 +3,11 @@ Does generation wait for training, training for generation, or either for reward
 
     python benchmarks/overlap.py outputs/overlap [extra settings of train.py]
 
-Rows: synchronous, the same with over-sampling and partial rollouts, one step off, fully asynchronous; each with a free reward and
-with one of a second (halves of one run). Columns, means over a half's steps after its first two: seconds of a step; of its parts,
-generation R, training T, sync S; what the parts allow, R + T + S one after the other and max(R, T) + S side by side (R, T and S of
-the synchronous run); tokens that the engine wrote a second of the time in which it may write.
+Rows: synchronous, fully asynchronous, one step off, synchronous with over-sampling and partial rollouts; each with a free reward and
+with one of a second (halves of one run). Columns, means over a half's steps after its first two (the run's last three belong to
+neither: there is nothing left to generate): seconds of a step; of its parts, generation R, training T, sync S; what the parts allow,
+R + T + S one after the other and max(R, T) + S side by side (R, T and S of the synchronous run); tokens that the engine wrote a
+second of the time in which it may write.
 """
 import json
 import pathlib
@@ -15,14 +16,14 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-WAYS = {"synchronous": [], "synchronous, partial": ["--over_sampling_batch_size=64", "--partial_rollout"], "one step off": ["--async_mode"],
-        "fully asynchronous": ["--fully_async"]}
+WAYS = {"synchronous": [], "fully asynchronous": ["--fully_async"], "one step off": ["--async_mode"],
+        "synchronous, partial": ["--over_sampling_batch_size=64", "--partial_rollout"]}
 
 
 def halves(rows: list[dict]) -> list[dict[str, float]]:
     """Of each half of the run the means over its steps but the first two."""
-    out, n = [], len(rows) // 2
-    for part in (rows[2:n], rows[n + 2:]):
+    out, n = [], (len(rows) - 3) // 2
+    for part in (rows[2:n], rows[n + 2:2 * n]):
         def mean(key, part=part):
             return sum(row.get(key, 0.0) for row in part) / len(part)
         step, sync = mean("perf/step_time"), mean("perf/update_weights_time")
