@@ -45,41 +45,44 @@ def kl_estimate(logp: Tensor, base_logp: Tensor, kind: str) -> Tensor:
 
 
 # ---- Rewards: one number a sample, compared within its group --------------------------------------------------------------
-def per_group(rewards: list[float], groups: list[int], function: Callable) -> list[float]:
-    """function(rewards of one group [n]) -> [n]. Groups are told apart by group_index, never by position, so unequal sizes are
-    right (upstream falls back to one mean over the whole batch)."""
-    values, groups = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
+def per_group(rewards: list[float], groups: list[int], rollouts: list[int], function: Callable) -> list[float]:
+    """function(r [n], means [m], own [n]) -> [n]; r: rewards of one group's samples, means: of each of its rollouts.
+
+    Mostly n = m and r = means. Where a rollout has several branches, r[i] belongs to means[own[i]], and a rollout counts once,
+    however many branches it has. Groups are told apart by group_index, never by position, so unequal sizes are right (upstream
+    falls back to one mean over the whole batch).
+    """
+    values, groups, rollouts = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(rollouts)
     out = torch.empty_like(values)
     for g in groups.unique():
-        out[groups == g] = function(values[groups == g])
+        r = values[groups == g]
+        r = r - r[0]                                      # so that equal rewards of 0.1 have no rounding left
+        _, own, branches = rollouts[groups == g].unique(return_inverse=True, return_counts=True)
+        out[groups == g] = function(r, r.new_zeros(len(branches)).index_add(0, own, r) / branches, own)
     return out.tolist()
 
 
-def centred(r: Tensor) -> Tensor:
-    """r - mean(r). [n]"""
-    r = r - r[0]                                          # so that equal rewards of 0.1 have no rounding left
-    return r - r.mean()
-
-
-def as_they_are(cfg, rewards: list[float], groups: list[int]) -> list[float]:
+def as_they_are(cfg, rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
     return list(rewards)
 
 
-def minus_mean_over_std(cfg, rewards: list[float], groups: list[int]) -> list[float]:
+def minus_mean_over_std(cfg, rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
     """GRPO (2402.03300, outcome supervision): (r - mean) / (std + 1e-6) within each group; Dr.GRPO (2503.20783) leaves the std
     out. std is the unbiased one, as upstream. A group of one keeps only the mean's subtraction: 0."""
     divide = cfg.grpo_std_normalization
-    return per_group(rewards, groups, lambda r: centred(r) / (r.std() + 1e-6) if divide and len(r) > 1 else centred(r))
+    return per_group(rewards, groups, rollouts, lambda r, means, own: (r - means.mean()) / (
+        means.std() + 1e-6 if divide and len(means) > 1 else 1.0))
 
 
-def minus_mean(cfg, rewards: list[float], groups: list[int]) -> list[float]:
+def minus_mean(cfg, rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
     """r - mean of the group: REINFORCE++'s variant with a baseline (2501.03262, eq. 6)."""
-    return per_group(rewards, groups, centred)
+    return per_group(rewards, groups, rollouts, lambda r, means, own: r - means.mean())
 
 
-def leave_one_out(cfg, rewards: list[float], groups: list[int]) -> list[float]:
-    """RLOO (2402.14740): r minus the mean of the group's other samples, which is n / (n - 1) (r - mean of all)."""
-    return per_group(rewards, groups, lambda r: centred(r) * len(r) / max(len(r) - 1, 1))
+def leave_one_out(cfg, rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
+    """RLOO (2402.14740): r minus the mean of the group's other rollouts. A group of one: r - r = 0."""
+    return per_group(rewards, groups, rollouts, lambda r, means, own: r - (
+        (means.sum() - means[own]) / (len(means) - 1) if len(means) > 1 else means))
 
 
 def length_penalty(cfg, length: int) -> float:
@@ -91,9 +94,10 @@ def length_penalty(cfg, length: int) -> float:
     return -cfg.overlong_penalty_factor * min(max(over, 0.0), 1.0)
 
 
-def group_rewards(cfg, rewards: list[float], groups: list[int]) -> list[float]:
-    """Raw rewards -> what the estimator's `advantages` sees. groups: group_index of each sample."""
-    return ADVANTAGES[cfg.advantage_estimator].rewards(cfg, rewards, groups) if cfg.rewards_normalization else list(rewards)
+def group_rewards(cfg, rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
+    """Raw rewards -> what the estimator's `advantages` sees. groups, rollouts: group_index and Sample.rollout of each one."""
+    rule = ADVANTAGES[cfg.advantage_estimator].rewards
+    return rule(cfg, rewards, groups, rollouts) if cfg.rewards_normalization else list(rewards)
 
 
 # ---- Advantages: one number a token, on the rank that has the sample -------------------------------------------------------
@@ -308,7 +312,7 @@ def cispo_clip(cfg, x: LossInput, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Estimator:
     advantages: Callable                     # (cfg, AdvantageInput) -> A [B, T]
-    rewards: Callable = as_they_are          # (cfg, rewards, groups) -> one number a sample
+    rewards: Callable = as_they_are          # (cfg, rewards, groups, rollouts) -> one number a sample
     clip: Callable = ppo_clip                # (cfg, LossInput, log_ratio [R]) -> loss, clipped [R]
     reads: tuple = ()                        # of kl_coef, gamma and lambd: those that have an effect on its advantages
     whitens: bool = False                    # where normalize_advantages leaves it open

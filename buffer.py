@@ -300,7 +300,7 @@ def to_train_data(cfg, samples: list[Sample], rewards: list[float], examples: li
         data["raw_reward"].append(sample.get_reward_value(cfg.reward_key))
         data["truncated"].append(sample.status == Status.TRUNCATED)
         data["sample_indices"].append(sample.index)
-        data["rollout_ids"].append(sample.index if sample.rollout_id is None else sample.rollout_id)
+        data["rollout_ids"].append(sample.rollout)
         data["group_indices"].append(sample.group_index)
         log_probs = sample.rollout_log_probs or [0.0] * n
         data["rollout_log_probs"].append(torch.tensor(log_probs, dtype=torch.float32))            # [R_i]

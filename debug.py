@@ -137,7 +137,7 @@ class Replay:
         need(all(s.reward is not None for s in samples), "it has samples without a reward, as loss_type='sft' makes them; "
              "replay it with loss_type='sft'")
         return algos.group_rewards(cfg, [s.get_reward_value(cfg.reward_key) + algos.length_penalty(cfg, s.response_length)
-                                         for s in samples], [s.group_index for s in samples])
+                                         for s in samples], [s.group_index for s in samples], [s.rollout for s in samples])
 
     def check(self, content: dict, vocab_size: int, step: int) -> None:
         """ValueError for a dump that this run cannot train on."""

@@ -82,6 +82,11 @@ class Sample:
             told, keep = base64.b64decode(text), len(self.tokens) - 1
             self.rollout_routed_experts = [keep, base64.b64encode(told[:len(told) // rows * keep]).decode()]
 
+    @property
+    def rollout(self) -> int:
+        """Which of its group's rollouts it is (a part of): the branches of one agent's run count once in every mean."""
+        return self.index if self.rollout_id is None else self.rollout_id
+
     def response_ids(self) -> list[int]:
         return self.tokens[len(self.tokens) - self.response_length:]
 

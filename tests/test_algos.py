@@ -101,13 +101,26 @@ BY_STD, BY_GROUP = ("grpo", "gspo", "cispo"), ("grpo", "gspo", "cispo", "rloo", 
     ("ppo", dict(), REWARDS), ("reinforce_plus_plus", dict(), REWARDS),
     *((name, dict(rewards_normalization=False), REWARDS) for name in algos.ADVANTAGES)])
 def test_group_rewards_by_hand(name, changes, want):
-    got = algos.group_rewards(make_cfg(advantage_estimator=name, **changes), REWARDS, GROUPS)
+    got = algos.group_rewards(make_cfg(advantage_estimator=name, **changes), REWARDS, GROUPS, list(range(6)))
+    assert got == pytest.approx(want, abs=1e-9)
+
+
+# Two rollouts: one of three branches with mean 1, one of two with mean 0. Their mean is 0.5, their std 1 / sqrt(2).
+BRANCHES, BRANCHES_CENTRED = [1.0, -1.0, 1.0, 1.0, 1.0], [0.5, -1.5, 0.5, 0.5, 0.5]
+BRANCHES_OVER_STD = [x / (math.sqrt(0.5) + 1e-6) for x in BRANCHES_CENTRED]
+
+
+@pytest.mark.parametrize("name, changes, want", [
+    ("grpo", dict(), BRANCHES_OVER_STD), ("grpo", dict(grpo_std_normalization=False), BRANCHES_CENTRED),
+    ("reinforce_plus_plus_baseline", dict(), BRANCHES_CENTRED), ("rloo", dict(), [1, -2, 1, 0, 1]), ("ppo", dict(), BRANCHES)])
+def test_a_rollout_counts_once_however_many_branches_it_has(name, changes, want):
+    got = algos.group_rewards(make_cfg(advantage_estimator=name, **changes), BRANCHES, [4] * 5, [11, 12, 11, 12, 11])
     assert got == pytest.approx(want, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", BY_GROUP)
 def test_equal_rewards_give_exactly_zero(name):
-    assert algos.group_rewards(make_cfg(advantage_estimator=name), [0.1] * 7, [0] * 7) == [0.0] * 7
+    assert algos.group_rewards(make_cfg(advantage_estimator=name), [0.1] * 7, [0] * 7, [0, 0, 1, 2, 3, 4, 4]) == [0.0] * 7
 
 
 @properties
@@ -115,8 +128,8 @@ def test_equal_rewards_give_exactly_zero(name):
        st.floats(0.5, 20), st.floats(-10, 10))
 def test_grpo_rewards_know_no_scale_shift_or_order(pairs, data, scale, shift):
     order, (rewards, groups) = data.draw(st.permutations(range(len(pairs)))), zip(*pairs)
-    base = algos.group_rewards(make_cfg(), list(rewards), list(groups))
-    moved = algos.group_rewards(make_cfg(), [rewards[i] * scale + shift for i in order], [groups[i] for i in order])
+    base = algos.group_rewards(make_cfg(), list(rewards), list(groups), list(range(len(pairs))))
+    moved = algos.group_rewards(make_cfg(), [rewards[i] * scale + shift for i in order], [groups[i] for i in order], list(order))
     assert moved == pytest.approx([base[i] for i in order], abs=1e-4)      # the 1e-6 beside the std
     for g in set(groups):                    # mean 0 in each group, std 1 unless all are equal
         own = f64(*(b for b, h in zip(base, groups) if h == g))

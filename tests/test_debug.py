@@ -163,7 +163,8 @@ def result_of(data: DataSource) -> RolloutResult:
         sample.append([5], trainable=False)
         sample.reward, sample.status = float(i), Status.COMPLETED
         sample.metadata = {"object": range(2), "n": np.float32(0.5), "pair": (1, None), 7: [True, "x"]}
-    rewards = algos.group_rewards(data.cfg, [s.reward for s in samples], [s.group_index for s in samples])
+    rewards = algos.group_rewards(data.cfg, [s.reward for s in samples], [s.group_index for s in samples],
+                                  [s.rollout for s in samples])
     return RolloutResult(samples, rewards, {"rollout/raw_reward": 1.5, "perf/generate_time": 3.0})
 
 

@@ -94,7 +94,7 @@ def every_method(grid, settings, samples, examples, folders) -> dict[str, list[d
     out = {}
     for name, changes in METHODS.items():
         cfg = make_cfg(**COMMON | settings | changes)
-        rewards = algos.group_rewards(cfg, [s.reward for s in samples], [s.group_index for s in samples])
+        rewards = algos.group_rewards(cfg, [s.reward for s in samples], [s.group_index for s in samples], [s.rollout for s in samples])
         data = buffer.to_train_data(cfg, samples, rewards, examples if "sft" in name else ())
         plan = buffer.plan(cfg, data, grid.dp_size)
         actor, critic = TrainActor(cfg, grid.rank), CriticActor(critic_config(cfg), grid.rank)
