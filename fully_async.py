@@ -41,6 +41,8 @@ class FullyAsyncRollout(Rollout):
         self.changed = asyncio.Event()                       # set: something has finished
         self.error: BaseException | None = None              # what ended a group, or the watch over the engines
         super().__init__(*args, **kw)
+        # What a resumed run finds under way; but most hooks cannot go on in the middle, if they do not say that they can.
+        self.continues |= self.cfg.custom_generate_function is None
 
     # ---- Beginning -----------------------------------------------------------------------------------------------------
     def admit(self) -> None:

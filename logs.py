@@ -10,6 +10,7 @@ Knows nothing about: what a metric means (README's glossary does).
 """
 import contextlib
 import json
+import os
 import pathlib
 import time
 
@@ -53,15 +54,21 @@ class Logs:
 
     def keep_until(self, first_step: int) -> None:
         """A resumed run goes on behind the checkpoint: what the stopped run logged after it is taken out, and said so."""
-        path = self.run_dir / "metrics.jsonl"
-        if not path.exists():
-            return
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-        kept = [line for line in lines if json.loads(line)["step"] < first_step]
-        path.write_text("".join(line + "\n" for line in kept))
-        if len(kept) < len(lines):
-            self.print(f"resume at step {first_step}: {len(lines) - len(kept)} logged steps after the checkpoint "
-                       "are done again")
+        for name in ("samples.jsonl", "metrics.jsonl"):
+            path, again = self.run_dir / name, set()
+            if not path.exists():
+                continue
+            with open(path, encoding="utf-8") as old, open(f"{path}.new", "w", encoding="utf-8") as new:
+                for line in old:
+                    if not line.endswith("\n"):
+                        continue             # its writer was killed in the middle of the line
+                    if (step := json.loads(line)["step"]) < first_step:
+                        new.write(line)
+                    else:
+                        again.add(step)
+            os.replace(f"{path}.new", path)
+            if again and name == "metrics.jsonl":
+                self.print(f"resume at step {first_step}: {len(again)} logged steps after the checkpoint are done again")
 
     def __enter__(self):
         self.progress.start()

@@ -19,6 +19,7 @@ Knows nothing about: trainers, losses, HTTP (client.py).
 """
 import asyncio
 import concurrent.futures
+import copy
 import inspect
 import json
 import pathlib
@@ -59,6 +60,7 @@ class Rollout:
         self.rewarder = Rewarder(cfg.reward_workers)
         self.on_progress = on_progress       # (finished, wanted) groups, from the event loop's thread
         self.restarted = 0                   # samples begun anew in this step, for staleness
+        self.continues = cfg.partial_rollout     # what is put back goes on later, from the tokens that it has
         self.generating: set[int] = set()    # samples that a hook has now, by id(): training and evaluation number their own
         self.client = client = Client(cfg, engines, data.tokenizer, data.context_len, run_dir)
         # What hooks get as `args`: every setting of the run, also in evaluation, and what upstream has besides.
@@ -202,7 +204,7 @@ class Rollout:
             rewards = hookdata.checked_rewards(rewards, samples)
         else:
             rewards = algos.group_rewards(cfg, [s.get_reward_value(cfg.reward_key) + p for s, p in zip(samples, penalties)],
-                                          [s.group_index for s in samples])
+                                          [s.group_index for s in samples], [s.rollout for s in samples])
         examples = self.data.get_examples() if step >= cfg.num_critic_only_steps else []
         data = None
         if cfg.custom_convert_samples_to_train_data is not None:
@@ -254,10 +256,10 @@ class Rollout:
         return len(groups)
 
     def put_back(self, groups: list[list[Sample]]) -> None:
-        """With partial_rollout samples keep their tokens and go on later; else they start again. No prompt is lost."""
+        """Samples keep their tokens and go on later, or start again. No prompt is lost."""
         for group in groups:
             for sample in group:
-                if not self.cfg.partial_rollout or sample.status == Status.FAILED:
+                if not self.continues or sample.status == Status.FAILED:
                     start_over(sample)
                 elif sample.status == Status.ABORTED:
                     sample.status = Status.PENDING
@@ -344,7 +346,11 @@ class Rollout:
         finally:
             self.generating.discard(id(sample))
         key = cfg.eval_reward_key if evaluation else cfg.reward_key
-        return hookdata.siblings(out, sample, version, key, cfg.partial_rollout)
+        made = hookdata.siblings(out, sample, version, key, cfg.partial_rollout)
+        if len(made) > 1:                    # where the group is put back, `sample` alone must not stand for all of them
+            made = [copy.copy(one) if one is sample else one for one in made]
+            start_over(sample)
+        return made
 
     # FORK POINT: sampling. One request's sampling_params, as SGLang's /generate takes them.
     def sampling_params(self, cfg: Config, sample: Sample, evaluation: bool) -> dict:
@@ -394,7 +400,7 @@ class Rollout:
             if any(s.status == Status.ABORTED for group in results for s in group):
                 raise RuntimeError(f"evaluation {name}: custom_generate_function aborted a sample, which has no second try "
                                    "there; return it as COMPLETED or TRUNCATED where evaluation=True")
-            rewards = [[s.get_reward_value(cfg.eval_reward_key) for s in group] for group in results]
+            rewards = [rollout_rewards(group, cfg.eval_reward_key) for group in results]
             flat, samples = [r for group in rewards for r in group], [s for group in results for s in group]
             if not flat:
                 raise RuntimeError(f"evaluation {name}: every reward failed; the first messages are in the log above")
@@ -412,12 +418,12 @@ class Rollout:
     # ---- Numbers and records -----------------------------------------------------------------------------------------------
     def step_metrics(self, samples: list[Sample], seconds: float) -> dict[str, float]:
         lengths = [s.response_length for s in samples]
-        rewards = [s.get_reward_value(self.cfg.reward_key) for s in samples]
         groups = defaultdict(list)
-        for sample, reward in zip(samples, rewards):
-            groups[sample.group_index].append(reward)
+        for sample in samples:
+            groups[sample.group_index].append(sample)
+        rewards = [rollout_rewards(group, self.cfg.reward_key) for group in groups.values()]
         metrics = {
-            "rollout/raw_reward": mean(rewards), "rollout/response_len/mean": mean(lengths),
+            "rollout/raw_reward": mean(r for group in rewards for r in group), "rollout/response_len/mean": mean(lengths),
             "rollout/response_len/min": min(lengths), "rollout/response_len/max": max(lengths),
             "rollout/response_len/median": sorted(lengths)[len(lengths) // 2],
             "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
@@ -426,7 +432,7 @@ class Rollout:
             "rollout/waiting_groups": len(self.data.buffer), "rollout/buffer_dropped": self.data.buffer_dropped,
             "perf/generate_time": seconds, "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
         metrics |= self.client.metrics() | turn_metrics("rollout/", samples)
-        constant = Counter(round(g[0], 2) for g in groups.values() if max(g) == min(g))
+        constant = Counter(round(group[0], 2) for group in rewards if max(group) == min(group))
         return metrics | {f"rollout/zero_std/count_{reward}": n for reward, n in constant.items()}
 
     def write_samples(self, step: int, samples: list[Sample], kind: str) -> None:
@@ -480,6 +486,14 @@ def turn_metrics(prefix: str, samples: list[Sample]) -> dict[str, float]:
 def mean(values) -> float:
     values = [float(v) for v in values]
     return sum(values) / len(values) if values else 0.0
+
+
+def rollout_rewards(group: list[Sample], key: str | None) -> list[float]:
+    """One number a rollout: where it has several branches, the mean of theirs."""
+    branches = defaultdict(list)
+    for sample in group:
+        branches[sample.rollout].append(sample.get_reward_value(key))
+    return [sum(each) / len(each) for each in branches.values()]
 
 
 def pass_at_k(rewards: list[list[float]]) -> dict[int, float]:

@@ -70,9 +70,12 @@ def test_resume_takes_out_what_the_checkpoint_does_not_know(tmp_path, capsys):
     with Logs(make_cfg(), tmp_path, 5) as logs:
         for step in range(4):
             logs.step(step, {"x": float(step)})
+    with open(tmp_path / "samples.jsonl", "w") as f:
+        f.write("".join(json.dumps({"step": step}) + "\n" for step in (-1, 0, 1, 2, 2, 3)) + '{"step": 3, "prom')     # killed there
     with Logs(make_cfg(), tmp_path, 5, first_step=2) as logs:
         logs.step(2, {"x": 20.0})
     assert [(row["step"], row["x"]) for row in lines(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [-1, 0, 1]
     assert "resume at step 2: 2 logged steps after the checkpoint are done again" in capsys.readouterr().out
 
 
@@ -82,8 +85,8 @@ def test_finish_shows_the_same_prompts_before_and_after(tmp_path, capsys):
                            "response": response, "reward": reward})
     rows = [sample(-1, 0, "1", 1.0), sample(-1, 1, "wrong", 0.0), sample(0, 7, "x", 0.0, "train"), sample(1, 1, "2", 1.0),
             sample(1, 0, "1", 1.0)]
-    (tmp_path / "samples.jsonl").write_text("".join(row + "\n" for row in rows))
     with Logs(make_cfg(eval_prompt_data={"sums": "sums.jsonl"}), tmp_path, 2) as logs:
+        (tmp_path / "samples.jsonl").write_text("".join(row + "\n" for row in rows))
         logs.before({"eval/sums": 0.5, "eval/sums-truncated_ratio": 0.0})
         logs.write(1, {"eval/sums": 1.0, "eval/sums-truncated_ratio": 0.0})
         pairs = logs.first_and_last("sums")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from helpers import RUN_FILE, wait_for
 
@@ -102,6 +103,42 @@ def test_exact_resume(run_file, whole_run, tmp_path):
     assert done.returncode == 0 and "resumed with another lr: 0.001 before, 0.0005 now" in done.stdout, done.stderr[-3000:]
     rows = metrics(tmp_path / "cut")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and rows[-1]["train/lr"] == 0.0005
+
+
+@pytest.mark.parametrize("mode, hang_from", [
+    (["--over_sampling_batch_size=6", "--partial_rollout"], 8 * 4),          # begun and put back in step 1
+    (["--fully_async", "--colocate=False"], 12 * 4)], ids=["partial", "fully_async"])      # begun while step 0 was trained
+def test_resume_with_groups_under_way(run_file, tmp_path, mode, hang_from):
+    """SIGKILL behind two steps, while rewards hang from sample hang_from on. Groups that were begun go on from the tokens that
+    they have; over the whole run each is trained once, or waits in the last checkpoint."""
+    def waiting(step) -> list[dict]:
+        data = torch.load(tmp_path / "cut" / "checkpoints" / f"iter_{step:07}" / "common.pt", weights_only=False)["extra"]["data"]
+        groups = data["ready"] + data["under_way"] if "ready" in data else data["buffer"]
+        return [sample for group in groups for sample in group]
+
+    process = subprocess.Popen([sys.executable, "train.py", str(run_file), f"--output_dir={tmp_path}", "--run_name=cut", *mode],
+                               cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                               env=os.environ | {"REWARDS_HANG_FROM": str(hang_from)})
+    marker = tmp_path / "cut" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    try:
+        wait_for(marker.exists, 900, process)
+    finally:
+        process.kill()
+        process.wait()
+    assert int(marker.read_text()) == 2
+    begun = waiting(2)
+    assert len({s["group_index"] for s in begun}) >= 2 and sum(s["response_length"] for s in begun) > 0
+    done = run([str(run_file), f"--resume={tmp_path / 'cut'}", *mode])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "cut" / "samples.jsonl").read_text().splitlines()]
+    trained = {row["index"]: row for row in rows}
+    assert len(rows) == 4 * 16 == len(trained) and [row["step"] for row in rows] == sorted(4 * 16 * [0, 1, 2, 3])[::4]
+    left = [s["index"] for s in waiting(4)]
+    assert sorted([*trained, *left]) == list(range(64 + len(left)))
+    for sample in begun:
+        row = trained[sample["index"]]       # all are, before new ones
+        assert row["step"] >= 2 and row["response"].startswith(sample["response"])
+        assert set(sample["weight_versions"]) <= set(row["weight_versions"]) and row["response_length"] <= 8
 
 
 PPO = '''

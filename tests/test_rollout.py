@@ -26,7 +26,7 @@ import torch
 from buffer import DataSource, Status
 from configs.base import eval_config
 from engines import EngineError, call
-from helpers import make_cfg, running_engines
+from helpers import assert_log_probs, make_cfg, running_engines, share_of_digits, sums
 from rewards import RewardError
 from hooks import DynamicFilterOutput, check_reward_nonzero_std
 from rollout import Rollout, pass_at_k
@@ -41,18 +41,6 @@ def engines(tiny_model, tmp_path_factory):
     with running_engines(tmp_path_factory.mktemp("run"), tiny_model, rollout_num_gpus=2, max_engine_restarts=10) as engines:
         engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
         yield engines
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model):
-    from transformers import AutoModelForCausalLM
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -72,24 +60,9 @@ def make(engines, tokenizer, tmp_path):
         yield build
 
 
-def sums() -> list[dict]:
-    return [dict(input=f"{a}+{b}=", label=str(a + b)) for a in range(5) for b in range(8)]
-
-
-async def share_of_digits(args, sample):
-    return sum(c.isdigit() for c in sample.response) / max(len(sample.response), 1)
-
-
 async def long_answers(args, sample, params):
     """A custom_generate_function: 300 tokens each, in which there is time to abort or to kill."""
     return await args.generate(sample, params | {"max_new_tokens": 300, "ignore_eos": True})
-
-
-@torch.no_grad()
-def assert_log_probs(model, sample) -> None:
-    tokens = torch.tensor([sample.tokens])
-    want = model(tokens).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[-sample.response_length:, 0]   # [R]
-    torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), want, atol=1e-4, rtol=0)
 
 
 def groups_of(samples) -> dict[int, list]:
@@ -330,16 +303,41 @@ def test_custom_generate_with_its_own_request(make, reference):
 
 
 def test_custom_generate_may_return_siblings(make):
-    async def twins(args, sample, sampling_params):
+    """Each third sample has four branches, with reward 1; the others have one, with reward 0. A rollout counts once."""
+    async def branches(args, sample, sampling_params):
         out = []
-        for i in range(2):
-            twin = dataclasses.replace(sample, rollout_id=sample.index, metadata={"twin": i})
-            out.append(await args.generate(twin, sampling_params))
+        for i in range(1 if sample.index % 3 else 4):
+            branch = sample.copy(rollout_id=sample.index, metadata={"branch": i}, reward=float(sample.index % 3 == 0))
+            out.append(await args.generate(branch, sampling_params))
         return out
-    result = make(custom_generate_function=twins, rollout_batch_size=2).generate(0)
-    assert [(s.group_index, s.index, s.rollout_id, s.metadata["twin"]) for s in result.samples] == [
-        (i // 3, i, i, twin) for i in range(6) for twin in range(2)]
-    assert len(result.rewards) == 12 and all(s.reward is not None for s in result.samples)
+    held_out = dict(sums=dict(prompt_data=lambda: sums()[:2], n_samples_per_eval_prompt=3))
+    rollout = make(custom_generate_function=branches, rollout_batch_size=2, eval_prompt_data=held_out, log_passrate=True)
+    result = rollout.generate(0)
+    assert [(s.group_index, s.index, s.rollout_id, s.metadata["branch"]) for s in result.samples] == [
+        (i // 3, i, i, branch) for i in range(6) for branch in range(1 if i % 3 else 4)]
+    assert result.metrics["rollout/raw_reward"] == pytest.approx(1 / 3)
+    a, b = (2 / 3) / (3 ** -0.5 + 1e-6), (-1 / 3) / (3 ** -0.5 + 1e-6)       # of 1, 0, 0: mean 1/3, std 1/sqrt(3)
+    assert result.rewards == pytest.approx(2 * [a, a, a, a, b, b])
+    metrics = rollout.evaluate(0)
+    assert metrics["eval/sums"] == pytest.approx(1 / 3) and metrics["eval/sums-pass@1"] == pytest.approx(1 / 3)
+
+
+def test_branches_that_were_done_when_their_group_was_put_back(make):
+    """Sample 2 has its two branches when group 0 ends and group 1 is aborted, under sample 3. Nobody keeps branches: next time
+    sample 2 begins anew and has two again, while sample 3 goes on."""
+    begun = []                               # (sample, tokens that it had)
+
+    async def branches(args, sample, sampling_params):
+        begun.append((sample.index, sample.response_length))
+        n = {0: 40, 1: 40, 2: 4}.get(sample.index, 600)
+        one = await args.generate(sample, sampling_params | {"max_new_tokens": n, "ignore_eos": True})
+        return one if sample.index == 3 else [one, one.copy(metadata={"branch": 1})]
+    rollout = make(custom_generate_function=branches, rollout_batch_size=1, over_sampling_batch_size=2, n_samples_per_prompt=2,
+                   partial_rollout=True, rollout_max_response_len=600)
+    assert [s.index for s in rollout.generate(0).samples] == [0, 0, 1, 1]
+    samples = rollout.generate(1).samples
+    assert [(s.index, s.response_length) for s in samples] == [(2, 4), (2, 4), (3, 600)]
+    assert begun[:5] == [(0, 0), (1, 0), (2, 0), (3, 0), (2, 0)] and begun[5][0] == 3 and begun[5][1] > 0
 
 
 def test_a_malformed_sample_of_a_hook_is_refused(make):
