@@ -4,12 +4,13 @@ The demo for hundreds of steps on two engines, with a kill -9 every ten steps: a
     python benchmarks/soak.py outputs/soak [--steps=200] [--seeds=1,2,3] [--every=10] [extra settings, --fully_async ...]
 
 Per seed a run with kills and one without, from the same SFT model. Prints for each: accuracy before and after, what was struck and what
-was restarted, groups asked for and what became of them (the loop asserts the sum in every step), and the memory of all processes in the
-second and in the last quarter of the run. Exits with 1 where a run did not end well.
+was restarted, groups asked for and what became of them (the loop asserts the sum in every step), and the memory of all processes (the
+median in the second and in the last quarter of the run). Exits with 1 where a run did not end well.
 """
 import json
 import pathlib
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -70,7 +71,7 @@ def run(name: str, out: pathlib.Path, model: str, seed: int, steps: int, faults:
     return dict(run=name, exit=process.returncode, steps=len([row for row in rows if row["step"] >= 0]), before=scores[0], after=scores[-1],
                 struck=said.count("inject_faults: struck"), engines=said.count("is back, with the trainers' weights"),
                 routers=sum(row.get("rollout/router_restarts", 0) for row in rows), workers=rows[-1].get("rollout/reward_restarts", 0),
-                **groups, gb_early=round(max(memory[quarter:2 * quarter], default=0), 2), gb_late=round(max(memory[3 * quarter:]), 2),
+                **groups, gb_early=round(statistics.median(memory[quarter:2 * quarter]), 2), gb_late=round(statistics.median(memory[3 * quarter:]), 2),
                 minutes=round((time.monotonic() - begin) / 60, 1))
 
 

@@ -317,6 +317,7 @@ ELSEWHERE = dict(learning_rate="lr", temperature="rollout_temperature", top_p="r
                  opd_type="opd_teacher_load (or opd_teacher_url)", staleness_threshold="max_staleness",
                  max_async_level="max_staleness", max_head_offpolicyness="max_staleness",
                  max_tool_calling_iterations="max_turns", max_assistant_turns="max_turns", environment_factory="tools",
+                 prefill_num_servers="rollout_num_gpus (every engine prefills and decodes)",
                  multimodal_keys="input_key (of text: the trainers take no images)", custom_rm_path="custom_rm")
 
 

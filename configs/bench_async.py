@@ -3,6 +3,8 @@ What overlap gives: a trainer and an engine on a GPU each, answers of very diffe
 the middle of the run on. Random weights of Qwen3-0.6B's shape.
 
     python benchmarks/overlap.py outputs/overlap             this run, synchronous, one step off and fully asynchronous
+
+The environment sets FREE_STEPS (half of the steps) and LONGEST (tokens of the longest answers).
 """
 import asyncio
 import os
@@ -10,11 +12,11 @@ import random
 
 from configs.shapes import random_model
 
-_random, _steps = random.Random(0), int(os.environ.get("FREE_STEPS", 8))
+_random, _steps, _longest = random.Random(0), int(os.environ.get("FREE_STEPS", 8)), int(os.environ.get("LONGEST", 2048))
 rollout_batch_size, n_samples_per_prompt, num_rollout = 32, 8, 2 * _steps + 3       # the last 3: engines run out of work
 _slow_from = _steps * 32          # groups: the second half of the run
 hf_checkpoint = random_model("Qwen/Qwen3-0.6B")
-rollout_max_response_len = 2048
+rollout_max_response_len = _longest
 
 
 def prompt_data() -> list[dict]:
@@ -22,8 +24,8 @@ def prompt_data() -> list[dict]:
 
 
 async def custom_generate_function(args, sample, sampling_params):
-    """64 to 2,048 tokens, most of them short; random weights never end an answer."""
-    length = int(64 * 32 ** (random.Random(sample.index).random() ** 2))
+    """1/32 of the longest up to the longest, most of them short; random weights never end an answer."""
+    length = int(_longest / 32 * 32 ** (random.Random(sample.index).random() ** 2))
     return await args.generate(sample, sampling_params | {"max_new_tokens": length, "ignore_eos": True})
 
 

@@ -398,6 +398,9 @@ def validate_passthrough(cfg: Config) -> None:
         for key, must in dict(device="cuda", dtype="bfloat16", use_distributed_optimizer=True).items():
             need(getattr(cfg, key) == must, "megatron['optimizer_cpu_offload'] takes the distributed optimizer of a bf16 "
                  f"model from the GPU to the CPU; set {key}={must!r}, or remove it")
+    roles = [key for key in cfg.sglang if key.startswith(("disaggregation_", "encoder_", "language_only"))]
+    need(not roles, f"sglang: {', '.join(roles)} are for servers that do only a part of the work (prefill, decode or encode), "
+         "and every engine here does all of it; remove them")
     if cfg.sglang:
         from sglang.srt.server_args import ServerArgs
         check_passthrough("sglang", cfg.sglang, (ServerArgs,), {

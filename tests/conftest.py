@@ -22,6 +22,20 @@ def tiny_model(tmp_path_factory) -> str:
     return folder
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    """The same model in transformers, which says what is right."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
 def write_tiny_model(folder: str) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

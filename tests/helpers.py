@@ -1,6 +1,6 @@
 """
-helpers.py: what several test files call. A Config without a run file, engines that run, and worker processes that cannot
-hang a test.
+helpers.py: what several test files call. A Config without a run file, engines that run, log-probs by transformers, and worker
+processes that cannot hang a test.
 
     run_workers(function, world, ...) --spawn--> function(rank, world, port, ...) in each process --> [result of each rank]
 
@@ -8,6 +8,7 @@ Left out on purpose: fixtures; those are in conftest.py.
 """
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import multiprocessing
@@ -21,8 +22,11 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from configs.base import Config
+import configs.base
+from buffer import DataSource
+from configs.base import Config, load
 from engines import Engines, free_port
+from sample import Sample
 
 
 # A whole run on the tiny model; .format(model=its folder).
@@ -48,6 +52,37 @@ save_interval = 2
 lr = 1e-3
 colocate = True
 '''
+
+
+def sums() -> list[dict]:
+    """Rows for the tiny model."""
+    return [dict(input=f"{a}+{b}=", label=str(a + b)) for a in range(5) for b in range(8)]
+
+
+async def share_of_digits(args, sample):
+    """A reward with some spread on a random model."""
+    return sum(c.isdigit() for c in sample.response) / max(len(sample.response), 1)
+
+
+@torch.no_grad()
+def assert_log_probs(model, sample, temperature: float = 1.0, mask: list[int] | None = None) -> None:
+    """rollout_log_probs are those that `model`, of transformers, gives; and 0 where mask is 0."""
+    tokens = torch.tensor([sample.tokens])
+    all_logp = (model(tokens).logits[0] / temperature).log_softmax(-1)                       # [T, V]
+    want = all_logp.gather(1, tokens[0, 1:, None])[-sample.response_length:, 0]              # [R]
+    want = want if mask is None else want * torch.tensor(mask)
+    torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), want, atol=1e-4, rtol=0)
+
+
+@functools.cache
+def run_config(run_file: str) -> Config:
+    """Of a run file in configs/."""
+    return load(str(pathlib.Path(configs.base.__file__).parent / run_file))
+
+
+def prompts(run_file: str, rows: list[dict], tokenizer) -> list[Sample]:
+    """The rows as that run would read them."""
+    return DataSource(dataclasses.replace(run_config(run_file), prompt_data=lambda: rows), tokenizer, 256).prompts
 
 
 def make_cfg(**changes) -> Config:

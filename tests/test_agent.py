@@ -28,13 +28,12 @@ from buffer import DataSource, pack, plan, to_train_data
 from configs import base, calculator
 from configs.calculator_model import make_model
 from configs.calculator_sft import teachers_rows
-from helpers import make_cfg, running_engines
+from helpers import make_cfg, prompts, run_config, running_engines
 from rollout import Rollout
 from sample import Sample, Status
 from test_chat import TEMPLATES, backend, make               # noqa: F401: fixtures
 from workers import Workers
 
-CONFIGS = pathlib.Path(base.__file__).parent
 ENDS = {name: "<end_of_turn>" if name == "gemma" else eos for name, (_, eos) in TEMPLATES.items()}
 RESERVE = 7                                  # buffer.ENGINE_RESERVE
 
@@ -385,16 +384,6 @@ def tokenizer(model):
     return AutoTokenizer.from_pretrained(model)
 
 
-@functools.cache
-def config(run_file: str, **changes) -> base.Config:
-    return dataclasses.replace(base.load(str(CONFIGS / run_file)), **changes)
-
-
-def samples(run_file: str, rows: list[dict], tokenizer) -> list[Sample]:
-    """The rows as that run would read them."""
-    return DataSource(dataclasses.replace(config(run_file), prompt_data=lambda: rows), tokenizer, 256).prompts
-
-
 def test_calculator():
     for text in ("37*45", " 12 - 50", "-(3+4)*2", "10-20-30", "99*99"):
         assert calculator.calculator(text) == str(eval(text))
@@ -408,9 +397,9 @@ def test_calculator():
 def test_sft_trains_what_rl_samples(tokenizer):
     """Rows of all teachers: the same ids, the same mask, whether read, or generated with the tool's real results."""
     rows = teachers_rows()[:300]
-    taught = samples("calculator_sft.py", rows, tokenizer)
-    asked = samples("calculator_cpu.py", [{"input": row["input"][0]["content"], "label": "?"} for row in rows], tokenizer)
-    tools = config("calculator_cpu.py").tools
+    taught = prompts("calculator_sft.py", rows, tokenizer)
+    asked = prompts("calculator_cpu.py", [{"input": row["input"][0]["content"], "label": "?"} for row in rows], tokenizer)
+    tools = run_config("calculator_cpu.py").tools
 
     async def job(function, arguments, limit_s):                 # the real tool, but in this process
         return function(**arguments)
@@ -437,7 +426,7 @@ def chat_text(message: dict) -> str:
 
 
 def test_a_template_that_knows_no_tools_is_refused_when_the_data_is_read(tokenizer):
-    cfg = dataclasses.replace(config("calculator_cpu.py"), prompt_data=lambda: [{"input": "1+1", "label": "2"}])
+    cfg = dataclasses.replace(run_config("calculator_cpu.py"), prompt_data=lambda: [{"input": "1+1", "label": "2"}])
     silent = copy.deepcopy(tokenizer)
     silent.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
     with pytest.raises(ValueError, match=r"does not write \['tool'\] after an assistant's turn; is it made for tools\?"):
@@ -496,7 +485,7 @@ def engines(tokenizer, tmp_path_factory):
 
 def one_step(engines, tokenizer, folder, monkeypatch, **changes):
     """A rollout step -> its result, its config, and for each prompt's tokens what the engine was asked and sent."""
-    cfg = dataclasses.replace(config("calculator_cpu.py"), **dict(rollout_batch_size=4, over_sampling_batch_size=4, global_batch_size=32,
+    cfg = dataclasses.replace(run_config("calculator_cpu.py"), **dict(rollout_batch_size=4, over_sampling_batch_size=4, global_batch_size=32,
                                                                   num_rollout=1, max_logprob_diff=1e-4) | changes)
     rollout, sent = Rollout(cfg, engines, DataSource(cfg, tokenizer, 256), {}, folder), []
     ask = rollout.client.request_now
@@ -600,7 +589,7 @@ def test_put_back_while_tools_run(engines, tokenizer, tmp_path):
         """
         await asyncio.sleep(0.05 * len(expression))
         return expression
-    cfg = dataclasses.replace(config("calculator_cpu.py"), tools=[calculator], rollout_batch_size=2, over_sampling_batch_size=8,
+    cfg = dataclasses.replace(run_config("calculator_cpu.py"), tools=[calculator], rollout_batch_size=2, over_sampling_batch_size=8,
                               n_samples_per_prompt=4, global_batch_size=8, partial_rollout=True, max_staleness=8)
     rollout, sent, done = Rollout(cfg, engines, DataSource(cfg, tokenizer, 256), {}, tmp_path), [], []
     take = rollout.client.take

@@ -371,6 +371,7 @@ def test_eval_config(load):
     (dict(sglang=dict(zzzzzzzz=1)), r"sglang\['zzzzzzzz'\] is not a field of ServerArgs; see sglang"),
     (dict(sglang=dict(disable_radix_cache="yes")), r"sglang\['disable_radix_cache'\]='yes' is str, but its default is False; give a bool"),
     (dict(sglang=dict(port=3000)), r"sglang\['port'\] is set by nanoslime from its own settings; remove it there"),
+    (dict(sglang=dict(disaggregation_mode="prefill")), "sglang: disaggregation_mode are for servers that do only a part.*remove them"),
     (dict(sglang=dict(tp_size=2)), r"sglang\['tp_size'\] is set by nanoslime")])
 def test_wrong_passthrough(load, settings, message):
     with pytest.raises(ValueError, match=message):

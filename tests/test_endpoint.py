@@ -20,7 +20,7 @@ import torch
 from buffer import DataSource, Status
 from configs.base import eval_config
 from endpoint import session
-from helpers import make_cfg, running_engines
+from helpers import assert_log_probs, make_cfg, running_engines
 from rollout import Rollout
 
 CONTEXT = 1024                               # tokens: the model's max_position_embeddings
@@ -134,15 +134,6 @@ def user(content):
     return {"role": "user", "content": content}
 
 
-@torch.no_grad()
-def assert_log_probs(model, sample, temperature=1.0) -> None:
-    tokens = torch.tensor([sample.tokens])
-    all_logp = (model(tokens).logits[0] / temperature).log_softmax(-1)                      # [T, V]
-    want = all_logp.gather(1, tokens[0, 1:, None])[-sample.response_length:, 0]             # [R]
-    mask = torch.tensor(sample.loss_mask)
-    torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), want * mask, atol=1e-4, rtol=0)
-
-
 def pieces(sample) -> list[tuple[int, list[int]]]:
     """Runs of equal loss_mask in the response, with their tokens."""
     pairs = zip(sample.loss_mask, sample.response_ids())
@@ -189,7 +180,7 @@ def test_a_conversation_is_a_sample(make, tokenizer, reference):
             assert [(u.prompt_tokens, u.completion_tokens) for u in usages] == [
                 (len(tokenizer(head)["input_ids"]), len(one)), (len(s.tokens) - len(two), len(two))]
             assert s.status == (Status.COMPLETED if two[-1] == tokenizer.eos_token_id else Status.TRUNCATED)
-            assert_log_probs(reference, s)
+            assert_log_probs(reference, s, mask=s.loss_mask)
     metrics = rollout.evaluate(2)
     assert metrics["eval/held"] == pytest.approx(1 / 3) and metrics["eval/held-turns"] == 2
 
@@ -216,7 +207,7 @@ def test_tools(make, play, tokenizer, reference):
     for s in samples:
         assert tokenizer.decode(s.tokens) == text and [m for m, _ in pieces(s)] == [1, 0, 1]
         assert [t["role"] for t in s.turns] == ["assistant", "tool", "assistant"]
-        assert_log_probs(reference, s, COLD)
+        assert_log_probs(reference, s, COLD, s.loss_mask)
 
 
 def test_branches_share_what_is_trained_once(play, tokenizer, reference):
@@ -233,7 +224,7 @@ def test_branches_share_what_is_trained_once(play, tokenizer, reference):
     assert [s.reward for s in samples] == [0.0, 1.0, 2.0, 3.0]
     assert {(s.group_index, s.index, s.rollout_id) for s in samples} == {(0, 0, 0)}
     for s in samples:
-        assert_log_probs(reference, s)
+        assert_log_probs(reference, s, mask=s.loss_mask)
     first = next(len(ids) for mask, ids in pieces(samples[0]) if mask)
     shared = [s for s in samples if s.prompt == "<u>hi<eos>\n<a>"]
     assert len(shared) == 3 and len({tuple(s.response_ids()[:first]) for s in shared}) == 1, "the same tokens in each"
@@ -302,7 +293,7 @@ def test_weights_that_change_meanwhile(make, engines, reference):
     first = sample.weight_versions[:600]
     assert set(first) == {0, 1} and first == sorted(first) and sample.loss_mask[:600] == [1] * 600
     assert set(sample.weight_versions[-20:]) == {1}
-    assert_log_probs(reference, sample)
+    assert_log_probs(reference, sample, mask=sample.loss_mask)
 
 
 # ---- Other clients, streams ----------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ import json
 import time
 
 import pytest
-import torch
 
 import hooks
 from buffer import DataSource
 from configs.base import eval_config
-from helpers import make_cfg, running_engines
+from helpers import assert_log_probs, make_cfg, running_engines, share_of_digits, sums
 from fully_async import FullyAsyncRollout
 from sample import Sample, Status
 
@@ -28,18 +27,6 @@ P, N = 3, 2
 def engines(tiny_model, tmp_path_factory):
     with running_engines(tmp_path_factory.mktemp("run"), tiny_model, rollout_num_gpus=2) as engines:
         yield engines
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model):
-    from transformers import AutoModelForCausalLM
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -56,14 +43,6 @@ def make(engines, tokenizer, tmp_path):
             sync(rollout, 0)
             return rollout
         yield build
-
-
-def sums() -> list[dict]:
-    return [dict(input=f"{a}+{b}=", label=str(a + b)) for a in range(5) for b in range(8)]
-
-
-async def share_of_digits(args, sample):
-    return sum(c.isdigit() for c in sample.response) / max(len(sample.response), 1)
 
 
 def sync(rollout, version: int) -> None:
@@ -92,13 +71,6 @@ def run(rollout, steps, train_s=0.15) -> dict[int, list[Sample]]:
             assert not trained or step - min(trained) <= rollout.cfg.max_staleness, (step, sorted(set(trained)))
         sync(rollout, step + 1)
     return out
-
-
-@torch.no_grad()
-def assert_log_probs(model, sample) -> None:
-    tokens = torch.tensor([sample.tokens])
-    want = model(tokens).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[-sample.response_length:, 0]   # [R]
-    torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), want, atol=1e-4, rtol=0)
 
 
 async def of_many_lengths(args, sample, params):

@@ -27,7 +27,7 @@ from algos import group_rewards
 from buffer import DataSource, plan, to_train_data
 from configs import base
 from configs.validate import validate
-from helpers import running_engines
+from helpers import assert_log_probs, running_engines
 from hooks import DynamicFilterOutput, Sample
 from rewards import RewardError
 from rollout import Rollout
@@ -73,18 +73,6 @@ def engines(tiny_model, tmp_path_factory):
         yield engines
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model):
-    from transformers import AutoModelForCausalLM
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-
-
 @pytest.fixture
 def load(tiny_model, tmp_path):
     """load(text, **settings) -> Config of a run file that ends with the text; an own data source has no prompt_data."""
@@ -128,14 +116,6 @@ def slime(tmp_path, monkeypatch):
     return build
 
 
-@torch.no_grad()
-def assert_log_probs(model, sample) -> None:
-    """Of the trained tokens, by transformers."""
-    tokens, mask = torch.tensor([sample.tokens]), torch.tensor(sample.loss_mask, dtype=torch.bool)
-    want = model(tokens).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[-sample.response_length:, 0]   # [R]
-    torch.testing.assert_close(torch.tensor(sample.rollout_log_probs)[mask], want[mask], atol=1e-4, rtol=0)
-
-
 def groups_of(samples) -> list[list]:
     groups = {}
     for sample in samples:
@@ -168,7 +148,7 @@ def test_example_custom_generate(make, tokenizer, reference):
         assert said(tokenizer, s, 0) == " wait, " and s.response_length == 12 or s.status == Status.COMPLETED
         first = s.loss_mask.index(0)
         assert first <= 4 and s.loss_mask == [1] * first + [0] * 7 + [1] * (s.response_length - first - 7)
-        assert_log_probs(reference, s)
+        assert_log_probs(reference, s, mask=s.loss_mask)
 
 
 def test_example_custom_rm(make):
@@ -253,7 +233,7 @@ def test_example_rollout_function(make):
     result = make(example("rollout_function")).generate(0)
     assert result.metrics["rollout/my_number"] == 7.0 and result.metrics["rollout/groups_trained"] == 2
     assert [s.index for s in result.samples] == list(range(6)) and all(s.response_length > 0 for s in result.samples)
-    assert result.rewards == group_rewards(base.Config(), [s.reward for s in result.samples], [0, 0, 0, 1, 1, 1])
+    assert result.rewards == group_rewards(base.Config(), [s.reward for s in result.samples], [0, 0, 0, 1, 1, 1], list(range(6)))
 
 
 def test_example_eval_function(make, tmp_path):
@@ -291,7 +271,7 @@ def test_search_agent(make, slime, tokenizer, reference, send, template, tiny_mo
         assert s.weight_versions == [0] * s.response_length       # upstream's are strings, one a request
         assert not s.loss_mask[-1] or s.status == Status.TRUNCATED or s.tokens[-1] == tokenizer.eos_token_id
         if send == "input_ids":              # as text, the engine reads other tokens than it wrote where decoding loses some
-            assert_log_probs(reference, s)
+            assert_log_probs(reference, s, mask=s.loss_mask)
     data = to_train_data(rollout.cfg, result.samples, result.rewards)
     assert [int(m.sum()) for m in data["loss_masks"]] == [sum(s.loss_mask) for s in result.samples]
 
@@ -303,7 +283,7 @@ def test_tool_agent(make, slime, tokenizer, reference):
         assert said(tokenizer, s, 0) == " tool = 42 ", "a list that the hook holds on to must grow with the sample"
         assert tokenizer.decode(s.tokens[:-s.response_length]) == "use the tool. " + s.prompt
         assert s.reward == pytest.approx(1 + sum(s.loss_mask) / 100) and s.tool_call_count == 1
-        assert_log_probs(reference, s)
+        assert_log_probs(reference, s, mask=s.loss_mask)
     assert len({id(s.tokens) for s in result.samples}) == 6
 
 

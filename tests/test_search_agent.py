@@ -12,7 +12,6 @@ last test has the real engine, on a model whose weights are set by hand so that 
 import asyncio
 import copy
 import dataclasses
-import functools
 import itertools
 import pathlib
 import types
@@ -23,7 +22,7 @@ import torch
 from buffer import DataSource, Sample, Status
 from configs import base, countries, search_turns
 from configs.search_sft import make_model, teachers_rows
-from helpers import running_engines
+from helpers import prompts, run_config, running_engines
 from rollout import Rollout
 
 CONFIGS = pathlib.Path(base.__file__).parent
@@ -43,16 +42,6 @@ def model(tmp_path_factory) -> str:
 def tokenizer(model):
     from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(model)
-
-
-@functools.cache
-def config(run_file: str) -> base.Config:
-    return base.load(str(CONFIGS / run_file))
-
-
-def samples(run_file: str, rows: list[dict], tokenizer) -> list[Sample]:
-    """The rows as that run would read them."""
-    return DataSource(dataclasses.replace(config(run_file), prompt_data=lambda: rows), tokenizer, 256).prompts
 
 
 class Script:
@@ -88,7 +77,7 @@ class Script:
 
 
 def say(tokenizer, *turns, **script) -> Sample:
-    return Script(tokenizer, turns, **script).run(samples("search_agent.py", [QUESTION], tokenizer)[0])
+    return Script(tokenizer, turns, **script).run(prompts("search_agent.py", [QUESTION], tokenizer)[0])
 
 
 # ---- The corpus and the search ---------------------------------------------------------------------------------------
@@ -134,8 +123,8 @@ def test_held_out_countries_are_in_no_training_question():
 def test_sft_trains_what_rl_samples(tokenizer):
     """Every row in the real world: the same ids, the same mask, the same text, whether read or generated."""
     rows = teachers_rows([0])
-    taught = samples("search_sft.py", rows, tokenizer)
-    asked = samples("search_agent.py", [{"input": [QUESTION["input"][0], row["input"][0]], "label": "?"} for row in rows], tokenizer)
+    taught = prompts("search_sft.py", rows, tokenizer)
+    asked = prompts("search_agent.py", [{"input": [QUESTION["input"][0], row["input"][0]], "label": "?"} for row in rows], tokenizer)
     searched = 0
     for row, sft, rl in zip(rows, taught, asked, strict=True):
         turns = [m["content"] for m in row["input"] if m["role"] == "assistant"]
@@ -177,7 +166,7 @@ def test_turn_limit(tokenizer):
 @pytest.mark.parametrize("limit", range(1, 32))
 def test_token_limit(tokenizer, limit):
     whole = say(tokenizer, SEARCH, ANSWER)
-    sample = Script(tokenizer, [SEARCH, ANSWER]).run(samples("search_agent.py", [QUESTION], tokenizer)[0], max_new_tokens=limit)
+    sample = Script(tokenizer, [SEARCH, ANSWER]).run(prompts("search_agent.py", [QUESTION], tokenizer)[0], max_new_tokens=limit)
     n = sample.response_length
     assert n <= limit and sample.tokens == whole.tokens[:len(sample.tokens)] and sample.loss_mask == whole.loss_mask[:n]
     assert sample.status == (Status.COMPLETED if limit >= whole.response_length else Status.TRUNCATED)
@@ -198,7 +187,7 @@ def test_an_aborted_sample_goes_on_where_it_was(tokenizer):
     assert whole.metadata["searches"] == 2
     for cut in range(12):                    # 4 + 3 + 4 tokens are said; 4 and 7: right behind a </search>; 11: the end itself
         script = Script(tokenizer, turns, abort_after=cut)
-        sample = script.run(samples("search_agent.py", [QUESTION], tokenizer)[0])
+        sample = script.run(prompts("search_agent.py", [QUESTION], tokenizer)[0])
         assert sample.status == Status.ABORTED and script.said == cut and sum(sample.loss_mask) == cut
         sample = Sample.from_dict(copy.deepcopy(sample.to_dict()))           # through a checkpoint
         sample.status = Status.PENDING       # as Rollout.put_back does
@@ -235,9 +224,9 @@ def test_real_engine(tmp_path, tokenizer):
     set_bigrams(str(tmp_path / "model"), tokenizer, [f"? {SEARCH}", f"</information> {ANSWER}"])
     turns = [{"role": "assistant", "content": SEARCH}, {"role": "tool", "content": countries.information("capital Peru")},
              {"role": "assistant", "content": "<answer> Lima </answer>"}]
-    taught = samples("search_sft.py", [{"input": [*QUESTION["input"], *turns]}], tokenizer)[0]
+    taught = prompts("search_sft.py", [{"input": [*QUESTION["input"], *turns]}], tokenizer)[0]
     held = dict(prompt_data=lambda: [QUESTION])
-    cfg = dataclasses.replace(config("search_agent.py"), prompt_data=lambda: [QUESTION],
+    cfg = dataclasses.replace(run_config("search_agent.py"), prompt_data=lambda: [QUESTION],
                               eval_prompt_data=dict(right=held, searched=held | dict(custom_rm=search_turns.searched)))
     with running_engines(tmp_path, str(tmp_path / "model"), rollout_num_gpus=1) as engines:
         engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})     # as a first sync would
