@@ -291,8 +291,8 @@ def main() -> None:
                   "--tensor_model_parallel_size=1 --pipeline_model_parallel_size=1 --sequence_parallel=False "
                   "--rollout_num_gpus=1 --rollout_num_gpus_per_engine=1")
         base.need(not cfg.resume, "a bench starts anew; leave --resume out")
-        base.need(not cfg.debug_rollout_only and not cfg.debug_train_only, "a bench measures both sides; leave debug_rollout_only and "
-                  "debug_train_only out")
+        base.need(not cfg.debug_rollout_only and not cfg.debug_train_only, "a bench measures both sides; leave "
+                  "debug_rollout_only and debug_train_only out")
         run_dir = train.find_run_dir(cfg, f"bench_{pathlib.Path(args[0]).stem}")
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -45,8 +45,8 @@ class Rewarder:
         key, limit_s = reward_key or cfg.reward_key, cfg.reward_timeout_s * (n or 1)
         try:
             if rm is None:
-                raise ValueError("whoever made this sample gave it none (sample.reward, an agent's talk.reward), and neither custom_rm "
-                                 "nor rm_type is set to judge it")
+                raise ValueError("whoever made this sample gave it none (sample.reward, an agent's talk.reward), and neither "
+                                 "custom_rm nor rm_type is set to judge it")
             name = None if hook else check_rm_type(rm)
             fn, sample, kw = (hook, sample, kw) if hook else (GRADERS[name], grader_view(sample, boxed=rm != name), {})
             if name in NEEDS_LABEL and not sample.gold:

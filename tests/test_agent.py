@@ -178,7 +178,7 @@ async def dialogue(args, sample, params):
 def until_done(args, engine, sample, hook, limit, partial: bool, cancel_at=()) -> Sample:
     """As rollout.py does it: what comes back aborted, or was cancelled while a tool ran, is put back and asked again."""
     put_back = functools.partial(Rollout.put_back, types.SimpleNamespace(
-        cfg=make_cfg(partial_rollout=partial), data=types.SimpleNamespace(add_samples=lambda groups: None)))
+        continues=partial, data=types.SimpleNamespace(add_samples=lambda groups: None)))
     cancel_at, calls = set(cancel_at), 0
 
     async def call(*job):
