@@ -62,7 +62,8 @@ class Conversation:
     def __init__(self, args, sample: Sample, params: dict):
         self.args, self.sample, self.params = args, sample, params
         if not isinstance(sample.metadata.get("messages"), list):
-            raise ValueError(f"sample {sample.index}: no messages to go on with; set apply_chat_template=True")
+            raise ValueError(f"sample {sample.index}: no messages to go on with; set apply_chat_template=True, and where you "
+                             "have a data_source, let it give prompts that are lists of messages")
 
     def turns_done(self) -> int:
         return sum("end" in turn for turn in self.sample.turns)
@@ -92,8 +93,14 @@ class Conversation:
         return turn["content"]
 
     def hear(self, *messages: dict) -> bool:
-        """Others' messages, and what asks for the assistant's next turn. False: no room for them, the sample is TRUNCATED."""
+        """Others' messages, and what asks for the assistant's next turn. False: the sample is ABORTED, or has no room for them
+        and is TRUNCATED. All that is said between two turns goes into one call."""
         sample, args = self.sample, self.args
+        if sample.status == Status.ABORTED:
+            return False
+        if self.waiting() != "others":
+            raise ValueError(f"sample {sample.index}: hear() where the assistant's turn is next; say() first, and give all "
+                             "that others say in one hear()")
         *before, turn = sample.turns
         earlier = [*sample.metadata["messages"], *map(plain, before)]
         text = chat.reply(args.tokenizer, earlier, plain(turn), [*map(plain, messages)], turn["ended"],
@@ -159,6 +166,6 @@ async def run_tool(args, tools: dict[str, Callable], call: dict) -> dict:
         result = await args.workers.call(tools[name], arguments, args.tool_timeout_s)
         return message | {"content": result if isinstance(result, str) else json.dumps(result, default=str)}
     except Exception as problem:             # the model's arguments, or the tool's own code: the model shall read it
+        what = f"{problem}" or (f"no result in {args.tool_timeout_s:g} s" if isinstance(problem, TimeoutError) else "no words")
         kind = "" if isinstance(problem, WorkerError) else f"{type(problem).__name__}: "         # a WorkerError names it
-        what = f"{problem}" or f"no result in {args.tool_timeout_s:g} s"                         # wait_for's has no words
         return message | {"content": f"Error: {kind}{what:.500}", "error": True}

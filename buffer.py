@@ -318,7 +318,7 @@ def routed_experts(sample: Sample) -> Tensor:
     if not sample.rollout_routed_experts:
         raise ValueError(f"sample {sample.index}: use_rollout_routing_replay needs the engine's routes; a "
                          "custom_generate_function sets sample.rollout_routed_experts from its last request "
-                         "(rollout.keep_routes)")
+                         "(client.keep_routes)")
     rows, text = sample.rollout_routed_experts
     if rows >= len(sample.tokens):
         raise ValueError(f"sample {sample.index}: routes of {rows} tokens, the sample has {len(sample.tokens)}; a hook that "

@@ -14,6 +14,7 @@ Test:  pytest tests/test_rollout.py tests/test_fully_async.py
 Knows nothing about: groups, rewards, trainers. `resync` and the `push` given to sync() are train.py's.
 """
 import asyncio
+import bisect
 import concurrent.futures
 import contextlib
 import contextvars
@@ -90,9 +91,9 @@ class Client:
         ABORTED is returned where the answer is not wanted any more; a sync of the weights only interrupts it.
         """
         begin = len(sample.tokens)           # where this answer begins; one that was put back goes on
-        if sample.status == Status.PENDING:  # NOTE: what others said has the log-prob 0.0, a token of the model hardly ever
-            begin -= next((i for i, logp in enumerate(reversed(sample.rollout_log_probs)) if logp == 0.0),
-                          len(sample.rollout_log_probs))
+        if sample.status == Status.PENDING:  # what others said has the version -1
+            begin -= next((i for i, version in enumerate(reversed(sample.weight_versions)) if version < 0),
+                          len(sample.weight_versions))
         while True:
             if self.enough:
                 sample.status = Status.ABORTED
@@ -140,22 +141,26 @@ class Client:
                 return i
         stops = params.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
-        if any(s in self.tokenizer.decode(ids) for s in stops):
-            return next(n for n in range(1, len(ids) + 1) if any(s in self.tokenizer.decode(ids[:n]) for s in stops))
-        return None
+
+        def stopped(n: int) -> bool:         # once true, it stays so for every larger n
+            return any(s in self.tokenizer.decode(ids[:n]) for s in stops)
+        if not stops or not stopped(len(ids)):
+            return None
+        return bisect.bisect_left(range(len(ids) + 1), True, lo=new + 1, key=stopped)      # earlier pieces had none
 
     def ends(self, params: dict) -> set[int]:
         return self.end_ids | set(params.get("stop_token_ids") or ())
 
     async def request(self, payload: dict) -> dict:
         """One /generate through the router; repeated after an engine died under it."""
-        self.busy[owner.get()] += 1
+        who = owner.get()
+        self.busy[who] += 1
         try:
-            return await self.request_now(payload, owner.get())
+            return await self.request_when_served(payload, who)
         finally:
-            self.busy[owner.get()] -= 1
+            self.busy -= Counter([who])      # and forgets who has none left
 
-    async def request_now(self, payload: dict, who: int | None) -> dict:
+    async def request_when_served(self, payload: dict, who: int | None) -> dict:
         problem = "none"
         async with self.slots:
             for attempt in range(self.cfg.request_retries + 1):
@@ -182,10 +187,10 @@ class Client:
                           f"last {problem}; the engines' logs are in {self.run_dir}/logs, set request_retries or "
                           "request_timeout_s higher if they only were slow")
 
-    async def post(self, url: str, payload: dict) -> dict:
+    async def post(self, url: str, payload: dict, headers: dict | None = None) -> dict:
         """Upstream's way to ask: the router's /generate, whole also where a sync of the weights cuts it; or another server."""
         if url != self.engines.router_url + "/generate":
-            return await self.post_elsewhere(url, payload)
+            return await self.post_elsewhere(url, payload, headers)
         params = {"max_new_tokens": 128} | payload.get("sampling_params", {})    # SGLang's default
         ids = payload["input_ids"] if "input_ids" in payload else self.tokenizer(payload["text"])["input_ids"]
         rest = {k: v for k, v in payload.items() if k not in ("text", "input_ids", "sampling_params")}
@@ -206,12 +211,12 @@ class Client:
             out["meta_info"] |= {"completion_tokens": len(done)} | ({"output_token_logprobs": pairs} if pairs else {})
         return out | {"output_ids": done}
 
-    async def post_elsewhere(self, url: str, payload: dict) -> Any:
+    async def post_elsewhere(self, url: str, payload: dict, headers: dict | None = None) -> Any:
         """Another server's JSON answer; repeated where it is busy or away, not where it says no."""
         problem = "none"
         for attempt in range(self.cfg.request_retries + 1):
             try:
-                async with self.session.post(url, json=payload) as answer:
+                async with self.session.post(url, json=payload, headers=headers) as answer:
                     if answer.status < 400:
                         return await answer.json(content_type=None)
                     problem = f"status {answer.status}: {(await answer.text())[:500]}"
@@ -321,6 +326,8 @@ class Client:
     async def mend(self) -> list[int]:
         """Restart a dead router, replace dead engines, give those the trainers' weights -> their ranks. Under `mending`."""
         self.mends += 1
+        if self.replacing and not self.replacing.done():         # who began it was cancelled: the new engine is still starting
+            await asyncio.shield(self.replacing)
         dead = await asyncio.to_thread(self.engines.check)
         if not await asyncio.to_thread(self.engines.check_router, dead):
             self.counts["router_restarts"] += 1

@@ -32,9 +32,9 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}}
 
 
-def loads(text: str):
+def loads(body: bytes):
     try:
-        return json.loads(text)
+        return json.loads(body)
     except ValueError as error:
         raise Refused(f"the body is no JSON ({error}); send an object") from error
 

@@ -130,7 +130,7 @@ class Replay:
         pass
 
     def rewards(self, content: dict) -> list[float]:
-        """As Rollout.generate_async makes them of raw ones: so another estimator can be tried on the same samples."""
+        """As Rollout.finish makes them of raw ones: so another estimator can be tried on the same samples."""
         cfg, samples = self.cfg, content["samples"]
         if cfg.loss_type == "sft" or cfg.custom_reward_post_process:
             return content["rewards"]

@@ -17,7 +17,7 @@ words stay the tokens that it wrote, and only what is new is text. An edited his
     summary of it all | turn 4                       another, with a prompt of its own
 
 Each leaf is a Sample, and each token that the model wrote is trained in one of them. All have one rollout_id, so they share
-one weight in the loss; in the statistics of the group each counts.
+one weight in the loss, and count once in the group's mean.
 max_tokens bounds one call; rollout_max_response_len bounds a branch, from its first turn on, tools included, as elsewhere.
 
 Test:  pytest tests/test_endpoint.py        Example: configs/openai_agent_cpu.py
@@ -25,13 +25,11 @@ Knows nothing about: groups, how engines are asked (client.py), what else is in 
 Left out on purpose: addresses beyond this machine, as who reaches the server can use the engines.
 """
 import asyncio
-import concurrent.futures
 import contextlib
 import copy
 import json
 import resource
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,8 +38,10 @@ from aiohttp import web
 
 import agent
 import chat
+from client import owner
 from completions import FULL, Refused, answer, check, comparable, loads, readable, stop_strings, stream
 from sample import Sample, Status
+from workers import in_thread
 
 MAX_BODY_BYTES = 32 * 2**20
 UNWANTED = "this rollout is not wanted any more; end the agent", "aborted", 503
@@ -64,7 +64,8 @@ async def session(args, sample: Sample, params: dict):
     """An address for one run of an agent, for as long as the block lasts.
 
     The block is left at once, by cancelling it, where its group is not wanted any more; the rollout will begin anew. It is
-    left quietly where the agent raises because its context is full: talk.reward is what it was, or custom_rm judges.
+    left quietly where the agent raises because its context is full, if it had an answer before: talk.reward is what it was,
+    or custom_rm judges.
     """
     client = args.rollout.client
     client.endpoint = client.endpoint or Server()
@@ -75,7 +76,7 @@ async def session(args, sample: Sample, params: dict):
         yield talk
     except (Exception, asyncio.CancelledError) as error:
         full = talk.turns and getattr(error, "code", None) == FULL
-        unwanted = talk.aborted and not talk.owner.uncancel()    # not zero: somebody else has cancelled it as well
+        unwanted = talk.aborted and not talk.task.uncancel()    # not zero: somebody else has cancelled it as well
         if not unwanted and (isinstance(error, asyncio.CancelledError) or not full and talk.error is None):
             raise
     finally:
@@ -94,21 +95,12 @@ class Session:
         self.reward = None
         self.turns: list[Turn] = []
         self.asked = Counter()               # how often the same has been asked
-        self.calls, self.owner = set(), asyncio.current_task()
+        self.calls, self.task = set(), asyncio.current_task()
         self.aborted, self.error = False, None
 
     async def in_thread(self, function: Callable, *args, **kw):
-        """An agent that blocks, in a thread of its own. NOTE: asyncio.to_thread has few, which also serve the engines."""
-        result = concurrent.futures.Future()
-        result.set_running_or_notify_cancel()                    # else the end of one that nobody waits for is an error
-
-        def work():
-            try:
-                result.set_result(function(*args, **kw))
-            except BaseException as error:
-                result.set_exception(error)
-        threading.Thread(target=work, name=f"agent {self.sample.index}", daemon=True).start()
-        return await asyncio.wrap_future(result)
+        """An agent that blocks."""
+        return await in_thread(function, *args, **kw)
 
     def samples(self) -> list[Sample]:
         """One for each leaf, in the order in which they were answered; the first trains what it shares with later ones."""
@@ -143,11 +135,17 @@ class Session:
     async def chat(self, body: dict) -> dict:
         """A request's body -> the answer's; the turn is recorded."""
         args = self.args
-        check(body, self.params, args.tool_call_parser)
+        owner.set(self.sample.index)         # the server's tasks know only who came first
         if self.aborted:
             raise Refused(*UNWANTED)
-        tools, messages = body.get("tools") or None, [readable(message) for message in body["messages"]]
-        key = (json.dumps(tools, sort_keys=True), *map(comparable, messages))
+        try:
+            check(body, self.params, args.tool_call_parser)
+            tools, messages = body.get("tools") or None, [readable(message) for message in body["messages"]]
+            key = (json.dumps(tools, sort_keys=True), *map(comparable, messages))
+            parse = agent.call_parser(args, tools) if tools else lambda text: (text, [])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:       # the agent's mistake, not the run's end
+            raise Refused(f"the request cannot be read ({type(error).__name__}: {error:.500}); write it as OpenAI's API "
+                          "reference has it") from error
         known = [t for t in reversed(self.turns) if t.key == key[:len(t.key)]]
         # Where the same was said twice: what nobody has gone on from, the last of it.
         parent = max(known, key=lambda t: (len(t.key), all(t is not one.parent for one in self.turns)), default=None)
@@ -162,15 +160,15 @@ class Session:
         await args.generate(sample, params)
         if sample.status == Status.ABORTED:
             if not self.aborted:             # many agents would try again for minutes
-                self.aborted = self.owner.cancel()
+                self.aborted = self.task.cancel()
             raise Refused(*UNWANTED)
         ids = sample.tokens[before:]
         if not ids:
             raise self.full(parent, before, begin)
         ended = sample.status == Status.COMPLETED and ids[-1] in args.end_ids
-        text = args.tokenizer.decode(ids[:-1] if ended else ids)
+        text = args.tokenizer.decode(ids[:-1] if ended else ids, clean_up_tokenization_spaces=False)
         text = text[:min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)]    # OpenAI leaves it out
-        content, calls = agent.call_parser(args, tools)(text) if tools else (text, [])
+        content, calls = parse(text)
         if any(call["function"]["name"] == "unknown" for call in calls):         # it cannot be read: the agent may say so
             content, calls = text, []
         calls = [{"id": f"call_{secrets.token_hex(8)}"} | call for call in calls]
@@ -246,7 +244,7 @@ class Server:
             if (request.method, path) != ("POST", "chat/completions"):
                 raise Refused(f"/v1/{path} is not served; use chat.completions", "not_found", 404)
             talk.calls.add(asyncio.current_task())
-            body = await request.json(loads=loads)
+            body = loads(await request.read())
             out = await talk.chat(body)
             if body.get("stream"):
                 return web.Response(text=stream(out, body.get("stream_options")), content_type="text/event-stream")

@@ -3,7 +3,7 @@ engines.py: how does an SGLang server live and die? Servers, the router before t
 
     train.py: Engines --Ray--> Engine (actor) --Child--> sglang server (+ scheduler) --> <run>/logs/engine_<rank>.log
                   |  +--HTTP: pause, flush, weights, sleep, wake---------^    ^
-                  +--Child--> sglang-router --requests of rollout.py----------/     --> <run>/logs/router.log
+                  +--Child--> sglang-router --requests of client.py-----------/     --> <run>/logs/router.log
 
 Run:   with Engines(cfg, run_dir, model_path) as engines: ... engines.router_url ...
 Test:  pytest tests/test_engines.py
@@ -40,7 +40,7 @@ class EngineError(RuntimeError):
 
 # ---- The driver's side ----------------------------------------------------------------------------------------------
 class Engines:
-    """All engines of a run and their router. Lives on the driver; use it from one thread at a time."""
+    """All engines of a run and their router. Lives on the driver, which restarts them from one thread at a time."""
 
     def __init__(self, cfg, run_dir: str | pathlib.Path, model_path: str, placement: list[list[tuple]] | None = None):
         """placement: of each engine, for each of its nodes, (placement_group, bundle, its GPUs there); None without GPUs."""
@@ -113,8 +113,9 @@ class Engines:
         self.post(f"/flush_cache?timeout={timeout_s}", timeout_s=timeout_s + 30)
 
     def abort_all(self) -> None:
-        """Requests in flight come back at once with finish_reason "abort" and the tokens and log-probs they have."""
-        self.post("/abort_request", {"abort_all": True})
+        """Requests in flight come back at once with finish_reason "abort" and the tokens and log-probs they have. An engine
+        that hangs is an EngineError as soon as check() would say so."""
+        self.post("/abort_request", {"abort_all": True}, timeout_s=self.cfg.health_check_interval_s * 3)
 
     def sleep(self, tags: list[str] | None = None) -> None:
         """Give GPU memory back: "weights", "kv_cache", "cuda_graph"; None is all of them."""
@@ -322,8 +323,8 @@ class Router:
             # FORK POINT: its default, cache_aware, follows the longest common prefix: with a shared system prompt all
             # of 64 requests went to one of two engines. In turns is even, and each engine prefills a prompt but once.
             policy="round_robin",
-            request_timeout_secs=int(self.cfg.request_timeout_s) + 60,       # rollout.py's ends first, and says more
-            disable_retries=True, disable_circuit_breaker=True,              # rollout.py retries, and counts
+            request_timeout_secs=int(self.cfg.request_timeout_s) + 60,       # client.py's ends first, and says more
+            disable_retries=True, disable_circuit_breaker=True,              # client.py retries, and counts
             health_check_interval_secs=1, health_success_threshold=1, health_failure_threshold=3,
             prometheus_host="127.0.0.1", prometheus_port=free_port("127.0.0.1"))   # or a second run finds 29000 taken
         self.child = Child("router", args, self.log, {})

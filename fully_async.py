@@ -28,7 +28,7 @@ from sample import Sample, Status
 
 
 class FullyAsyncRollout(Rollout):
-    """A Rollout whose groups are begun ahead of the step that trains them. All attributes belong to the event loop."""
+    """A Rollout whose groups are begun ahead of the step that trains them. The event loop's, once a step has begun."""
 
     def __init__(self, *args, **kw):
         self.under_way: dict[int, list[Sample]] = {}         # group_index -> group, in the order in which they were begun
@@ -36,12 +36,13 @@ class FullyAsyncRollout(Rollout):
         self.born: dict[int, int] = {}                       # group_index -> weight version, of those two
         self.outcomes, self.drops = Counter(), Counter()     # since the last step
         self.taken = 0                                       # groups given to training, in the whole run
-        self.held = 0                                        # groups that are with us, counted in and out
+        self.held = 0                                        # ready + under_way, counted a second time, for take()'s assert
+        self.since = time.perf_counter()                     # when the last batch was taken
         self.tasks: set[asyncio.Task] = set()
         self.changed = asyncio.Event()                       # set: something has finished
         self.error: BaseException | None = None              # what ended a group, or the watch over the engines
         super().__init__(*args, **kw)
-        # What a resumed run finds under way; but most hooks cannot go on in the middle, if they do not say that they can.
+        # Groups that a resumed run finds under way go on from their tokens; a hook's only where partial_rollout says it can.
         self.continues |= self.cfg.custom_generate_function is None
 
     # ---- Beginning -----------------------------------------------------------------------------------------------------
@@ -56,6 +57,8 @@ class FullyAsyncRollout(Rollout):
                 return                       # take() says so, if it still misses groups then
             for group in (groups := self.data.get_samples(1)):
                 number = group[0].group_index
+                if number in self.under_way or number in self.ready:
+                    raise ValueError(f"data_source gave the group_index {number} twice; give each group its own, or None")
                 self.under_way[number], self.born[number] = group, self.birth(group)
                 self.outcomes["asked"] += 1
                 self.held += 1
@@ -103,10 +106,10 @@ class FullyAsyncRollout(Rollout):
     # ---- Taking --------------------------------------------------------------------------------------------------------
     async def generate_async(self, step: int) -> RolloutResult:
         """The next batch: those that must be trained now, then those that were begun first."""
-        cfg, begin = self.cfg, time.perf_counter()
+        cfg = self.cfg
         hooks.running.set(self)
         if not self.tasks:                   # the first step of this process
-            self.taken = step * cfg.rollout_batch_size
+            self.taken, self.since = step * cfg.rollout_batch_size, time.perf_counter()
             self.begin(self.client.watch())
         self.admit()
         while (waiting := self.waits_for(step)) is not None:
@@ -124,8 +127,8 @@ class FullyAsyncRollout(Rollout):
         kept = self.take(step)
         outcomes, drops = self.outcomes, self.drops
         self.outcomes, self.drops = Counter(), Counter()
-        result = self.finish(step, kept, outcomes, drops, time.perf_counter() - begin)
-        self.restarted = 0
+        result = self.finish(step, kept, outcomes, drops, time.perf_counter() - self.since)
+        self.restarted, self.since = 0, time.perf_counter()
         return result
 
     def waits_for(self, step: int) -> str | None:
@@ -174,6 +177,8 @@ class FullyAsyncRollout(Rollout):
         return sample.to_dict() | ({"status": Status.ABORTED.value} if id(sample) in self.generating else {})
 
     def load_state_dict(self, state: dict) -> None:
+        if "ready" not in state:             # of a run that was not fully_async until now
+            state = dict(data=state, ready=[], under_way=[])
         self.data.load_state_dict(state["data"])
         for group in state["ready"]:
             number, samples = group[0]["group_index"], [Sample.from_dict(d) for d in group]

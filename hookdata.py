@@ -54,13 +54,14 @@ def complete(sample: Sample, version: int, key: str | None) -> None:
     sample.rollout_log_probs = sample.rollout_log_probs or [0.0] * n
     if len(sample.weight_versions) != n or not all(isinstance(v, int) for v in sample.weight_versions):
         sample.weight_versions = [version] * n
+    sample.weight_versions = [version if m and v < 0 else v for v, m in zip(sample.weight_versions, sample.loss_mask)]
     if sample.reward is not None:
         sample.reward = to_reward(sample.reward, None, key)
     sample.check()
 
 
-def train_output(out, cfg, version: int) -> tuple[list[list[Sample]], dict]:
-    """A rollout_function's output -> groups, metrics. Upstream's older form, the bare list, too."""
+def train_output(out, cfg, version: int) -> tuple[list[list[Sample]], dict, int]:
+    """A rollout_function's output -> groups, metrics, how many groups failed. Upstream's older form, the bare list, too."""
     samples, metrics = (out.samples, out.metrics or {}) if isinstance(out, RolloutFnTrainOutput) else (out, {})
     if samples and isinstance(samples[0], Sample):           # one flat list
         groups: dict[int, list[Sample]] = {}
@@ -68,12 +69,15 @@ def train_output(out, cfg, version: int) -> tuple[list[list[Sample]], dict]:
             groups.setdefault(sample.group_index, []).append(sample)
         samples = list(groups.values())
     samples = [[one for item in group for one in (item if isinstance(item, list) else [item])] for group in samples]
+    n = len(samples)
+    if cfg.on_reward_error == "skip":
+        samples = [group for group in samples if all(one.status != Status.FAILED for one in group)]
     for sample in (s for group in samples for s in group):
         complete(sample, version, cfg.reward_key)
         if sample.reward is None or sample.group_index is None or sample.index is None:
             raise ValueError(f"rollout_function returned sample {sample.index} of group {sample.group_index} with reward "
                              f"{sample.reward}; set all three (samples of data_source.get_samples have the numbers)")
-    return samples, metrics
+    return samples, metrics, n - len(samples)
 
 
 def eval_output(out) -> tuple[dict[str, float], dict[str, list[Sample]]]:
@@ -106,8 +110,8 @@ def train_data(raw: dict, own: dict) -> dict[str, list]:
     n = len(raw.get("tokens", ()))
     for key in ("tokens", "response_lengths", "loss_masks"):
         if len(raw.get(key, ())) != n or n == 0:
-            raise ValueError(f"custom_convert_samples_to_train_data returned {len(raw.get(key, ()))} {key} for {n} tokens; "
-                             "give tokens, response_lengths and loss_masks, one entry a sample")
+            raise ValueError(f"custom_convert_samples_to_train_data returned {len(raw.get(key, ()))} {key} for {n} rows of "
+                             "tokens; give tokens, response_lengths and loss_masks, one entry a sample")
     data = {**own, **raw}
     for key, values in data.items():
         if len(values) != n:

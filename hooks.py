@@ -32,6 +32,7 @@ from typing import Any
 
 from configs.base import import_function, unknown
 from sample import Sample, Status
+from workers import in_thread
 
 # The run's Rollout, for functions that upstream gives no args; set in everything that Rollout starts.
 running: contextvars.ContextVar = contextvars.ContextVar("running")
@@ -128,9 +129,10 @@ async def inside(rollout, coroutine) -> Any:
 
 
 async def post(url: str, payload: dict, max_retries: int = 0, headers: dict | None = None) -> Any:
-    """A server's JSON answer. Of the router's /generate: whole, whatever engines die and weights change meanwhile."""
+    """A server's JSON answer. Of the router's /generate: whole, whatever engines die and weights change meanwhile. How often
+    it is tried is the setting request_retries; max_retries is not read."""
     rollout = current()
-    return await inside(rollout, rollout.client.post(url, payload))
+    return await inside(rollout, rollout.client.post(url, payload, headers))
 
 
 async def generate(args, sample: Sample, sampling_params: dict) -> Sample:
@@ -179,5 +181,5 @@ def run(coroutine) -> Any:
 
 async def call(hook: Callable, *args, **kw) -> Any:
     """A hook that may be async; a plain one runs in a thread, so that it may block and call run()."""
-    out = await asyncio.to_thread(hook, *args, **kw)
+    out = await in_thread(hook, *args, **kw)
     return await out if inspect.isawaitable(out) else out

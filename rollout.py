@@ -11,8 +11,8 @@ The life of a group (P groups of n samples make a step):
  2. n requests run at once; an engine that dies under one is replaced, gets the current weights, and the request is repeated.
  3. Rewards are scored as soon as a sample, or with group_rm the group, is finished.
  4. The dynamic filter keeps or drops the group; what is dropped is replaced by new prompts until P groups are kept.
- 5. The rest is aborted and put back: with what it has under partial_rollout, else as if it had not been asked, finished or
-    not: in the next step its tokens would be one weight update old.
+ 5. The rest is aborted and put back into the buffer, to be asked again. With partial_rollout it keeps its tokens; without,
+    it begins anew, finished or not: in the next step its tokens would be one weight update old.
 
 Test:  pytest tests/test_rollout.py
 Knows nothing about: trainers, losses, HTTP (client.py).
@@ -24,7 +24,7 @@ import inspect
 import json
 import pathlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,12 +38,13 @@ from configs.base import Config
 from engines import EngineError
 from hooks import Args, DynamicFilterOutput
 from rewards import RewardError, Rewarder
+from rollout_metrics import mean, of_evaluation, of_step
 from sample import Sample, Status
 
 
 @dataclass
 class RolloutResult:
-    samples: list[Sample]                    # P * n of them (a hook may return more), sorted by group and index
+    samples: list[Sample]                    # P * n of them (more with hooks, fewer where the data ends), sorted by group
     rewards: list[float]                     # one per sample, normalised within its group
     metrics: dict[str, float] = field(default_factory=dict)
     examples: list[Sample] = field(default_factory=list)         # sft_batch_size rows of sft_data
@@ -63,15 +64,16 @@ class Rollout:
         self.continues = cfg.partial_rollout     # what is put back goes on later, from the tokens that it has
         self.generating: set[int] = set()    # samples that a hook has now, by id(): training and evaluation number their own
         self.client = client = Client(cfg, engines, data.tokenizer, data.context_len, run_dir)
-        # What hooks get as `args`: every setting of the run, also in evaluation, and what upstream has besides.
+        # What hooks get as `args`: every setting, in evaluation the held-out set's, and what upstream has besides.
         host, port = engines.router_url.removeprefix("http://").split(":")
         folder, room = str(run_dir / "checkpoints"), client.context_len
         self.more = dict(sglang_router_ip=host, sglang_router_port=int(port), hf_checkpoint=engines.model_path, save=folder,
                          load=folder, rollout_max_context_len=room, eval_max_context_len=room, rollout_global_dataset=True,
                          rollout=self, tokenizer=client.tokenizer, context_len=room, end_ids=client.end_ids,
                          generate=client.generate, workers=self.rewarder.workers)
-        self.args = Args(**vars(cfg) | self.more)
-        self.rewarder.view = lambda one: self.args if one is cfg else Args(**vars(one) | self.more)
+        views = {id(one): (one, Args(**vars(one) | self.more)) for one in [cfg, *(data.cfg for data in eval_data.values())]}
+        self.args = views[id(cfg)][1]
+        self.rewarder.view = lambda one: views[id(one)][1]       # a held-out set has settings of its own
 
     # -- the driver's side: plain blocking calls
     def start(self, step: int) -> concurrent.futures.Future:
@@ -93,7 +95,10 @@ class Rollout:
         return self.data.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        self.data.load_state_dict(state)
+        self.data.load_state_dict(state.get("data", state))
+        groups = [*state.get("ready", ()), *state.get("under_way", ())]          # of a run that was fully_async until now
+        if groups:
+            self.put_back([[Sample.from_dict(d) for d in group] for group in groups])
 
     def close(self) -> None:
         if self.client.loop.is_running():    # else it has been closed
@@ -108,8 +113,8 @@ class Rollout:
         if self.cfg.rollout_function is not None:
             begin, version = time.perf_counter(), self.client.weight_version
             out = await self.call_whole("rollout_function", step)
-            groups, metrics = hookdata.train_output(out, self.cfg, version)
-            return self.finish(step, groups, Counter(), Counter(), time.perf_counter() - begin, metrics)
+            groups, metrics, failed = hookdata.train_output(out, self.cfg, version)
+            return self.finish(step, groups, Counter(failed=failed), Counter(), time.perf_counter() - begin, metrics)
         async with self.client.watching() as monitor:
             return await self.fill_batch(step, monitor)
 
@@ -166,8 +171,8 @@ class Rollout:
         return self.finish(step, kept, outcomes, drops, time.perf_counter() - begin)
 
     def outcome(self, result: list[Sample] | None, drops: Counter, spare: bool = False) -> str:
-        """What becomes of a group whose generation has ended; the reason of a filter is counted in drops. spare: without it
-        the batch may still fill up with no more groups asked for."""
+        """What becomes of a group whose generation has ended; the reason of a filter is counted in drops. spare: there are
+        more groups than the batch needs, so this one can be left out without asking for another."""
         if result is None:
             return "failed"
         if any(s.status == Status.ABORTED for s in result):
@@ -188,10 +193,16 @@ class Rollout:
             raise RuntimeError(f"step {step} has no group to train on: {dict(outcomes)}, dropped {dict(drops)}; has the data "
                                "source ended? Set num_rollout lower, or let get_samples begin anew")
         kept.sort(key=lambda group: group[0].group_index)
+        numbers = [group[0].group_index for group in kept]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"step {step} has two groups with the same group_index, of {numbers}: their rewards would be "
+                             "compared with each other; give each a number of its own, or leave group_index to us (None)")
         if cfg.rollout_sample_filter is not None:
             cfg.rollout_sample_filter(self.args, kept)           # sets remove_sample
         samples = [sample for group in kept for sample in group]
-        metrics = self.step_metrics(samples, seconds) | (metrics or {})
+        metrics = self.client.metrics() | of_step(cfg, samples, seconds, self.client.weight_version) | (metrics or {})
+        metrics |= {"rollout/restarted_stale": self.restarted, "rollout/reward_restarts": self.rewarder.workers.restarts,
+                    "rollout/waiting_groups": len(self.data.buffer), "rollout/buffer_dropped": self.data.buffer_dropped}
         metrics |= {f"rollout/groups_{k}": outcomes[k] for k in ("filtered", "put_back", "failed")}
         metrics |= {"rollout/groups_trained": len(kept)}
         metrics |= {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in drops.items()}
@@ -273,11 +284,14 @@ class Rollout:
         parameters that are not as the settings say."""
         results = await asyncio.gather(*(self.generate_and_score(cfg, s, evaluation, own_params) for s in group),
                                        return_exceptions=True)
-        for error in results:                # all siblings have ended: only now may one of them raise
-            if isinstance(error, RewardError) and cfg.on_reward_error == "skip":
-                return None
-            if isinstance(error, BaseException):
+        errors = [one for one in results if isinstance(one, BaseException)]      # all siblings have ended: now one may raise
+        for error in sorted(errors, key=lambda error: isinstance(error, RewardError)):
+            if isinstance(error, asyncio.CancelledError):        # we ourselves cancel the group, never one sample
+                raise RuntimeError(f"group {group[0].group_index}: a hook, tool or reward ended with CancelledError; catch it "
+                                   "where something of yours is cancelled") from error
+            if not isinstance(error, RewardError) or cfg.on_reward_error == "raise":
                 raise error
+            return None
         samples = [s for result in results for s in result]
         if any(s.status == Status.ABORTED for s in samples):
             return samples
@@ -296,7 +310,8 @@ class Rollout:
         """One sample, or its siblings where a custom generate returns several."""
         owner.set(sample.index)
         params = self.sampling_params(cfg, sample, evaluation) | (own_params or {})
-        if cfg.mask_offpolicy_in_partial_rollout and sample.response_length:     # older weights' tokens: context, not trained
+        # Older weights' tokens: context, not trained. (FullyAsyncRollout.take says which of its own are too old.)
+        if cfg.mask_offpolicy_in_partial_rollout and sample.response_length and not cfg.fully_async:
             versions = sample.weight_versions or [-1] * sample.response_length
             sample.loss_mask = [m if v == self.client.weight_version else 0 for m, v in zip(sample.loss_mask, versions)]
         trained = sample.trained_versions()
@@ -333,7 +348,7 @@ class Rollout:
         self.generating.add(id(sample))
         try:
             async with asyncio.timeout(cfg.generate_timeout_s) as limit:
-                out = await hook(self.args, sample, params, **extra)
+                out = await hook(self.rewarder.view(cfg), sample, params, **extra)
         except asyncio.CancelledError:       # not wanted any more: between two turns it looks finished, and is not
             sample.status = Status.ABORTED
             raise
@@ -400,41 +415,14 @@ class Rollout:
             if any(s.status == Status.ABORTED for group in results for s in group):
                 raise RuntimeError(f"evaluation {name}: custom_generate_function aborted a sample, which has no second try "
                                    "there; return it as COMPLETED or TRUNCATED where evaluation=True")
-            rewards = [rollout_rewards(group, cfg.eval_reward_key) for group in results]
-            flat, samples = [r for group in rewards for r in group], [s for group in results for s in group]
-            if not flat:
+            if not results:
                 raise RuntimeError(f"evaluation {name}: every reward failed; the first messages are in the log above")
-            metrics[f"eval/{name}"] = sum(flat) / len(flat)
-            metrics[f"eval/{name}-truncated_ratio"] = mean(s.status == Status.TRUNCATED for s in samples)
-            metrics[f"eval/{name}-response_len"] = mean(s.response_length for s in samples)
-            metrics[f"eval/{name}-failed"] = len(groups) - len(results)
-            metrics |= turn_metrics(f"eval/{name}-", samples)
-            if cfg.log_passrate:
-                metrics |= {f"eval/{name}-pass@{k}": v for k, v in pass_at_k(rewards).items()}
+            metrics |= of_evaluation(cfg, name, results) | {f"eval/{name}-failed": len(groups) - len(results)}
             metrics[f"perf/eval_{name}_time"] = time.perf_counter() - begin
-            self.write_samples(step, samples, name)
+            self.write_samples(step, [s for group in results for s in group], name)
         return metrics
 
-    # ---- Numbers and records -----------------------------------------------------------------------------------------------
-    def step_metrics(self, samples: list[Sample], seconds: float) -> dict[str, float]:
-        lengths = [s.response_length for s in samples]
-        groups = defaultdict(list)
-        for sample in samples:
-            groups[sample.group_index].append(sample)
-        rewards = [rollout_rewards(group, self.cfg.reward_key) for group in groups.values()]
-        metrics = {
-            "rollout/raw_reward": mean(r for group in rewards for r in group), "rollout/response_len/mean": mean(lengths),
-            "rollout/response_len/min": min(lengths), "rollout/response_len/max": max(lengths),
-            "rollout/response_len/median": sorted(lengths)[len(lengths) // 2],
-            "rollout/truncated_ratio": mean(s.status == Status.TRUNCATED for s in samples),
-            "rollout/stale_tokens": mean(v < self.client.weight_version for s in samples for v in s.trained_versions()),
-            "rollout/restarted_stale": self.restarted, "rollout/reward_restarts": self.rewarder.workers.restarts,
-            "rollout/waiting_groups": len(self.data.buffer), "rollout/buffer_dropped": self.data.buffer_dropped,
-            "perf/generate_time": seconds, "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / self.cfg.rollout_num_gpus}
-        metrics |= self.client.metrics() | turn_metrics("rollout/", samples)
-        constant = Counter(round(group[0], 2) for group in rewards if max(group) == min(group))
-        return metrics | {f"rollout/zero_std/count_{reward}": n for reward, n in constant.items()}
-
+    # ---- Records -----------------------------------------------------------------------------------------------------
     def write_samples(self, step: int, samples: list[Sample], kind: str) -> None:
         """samples.jsonl: what a person wants to look at, one line a sample."""
         with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as f:
@@ -472,37 +460,3 @@ def start_over(sample: Sample) -> None:
     sample.response, sample.response_length, sample.status, sample.reward = "", 0, Status.PENDING, None
     sample.loss_mask, sample.rollout_log_probs, sample.weight_versions, sample.teacher_log_probs = [], [], [], []
     sample.remove_sample, sample.rollout_id, sample.rollout_routed_experts, sample.turns = False, None, [], []
-
-
-def turn_metrics(prefix: str, samples: list[Sample]) -> dict[str, float]:
-    """Of conversations: turns of the model, calls of tools and those that failed, a sample."""
-    if not any(s.turns for s in samples):
-        return {}
-    roles = [Counter(turn["role"] for turn in s.turns) for s in samples]
-    return {f"{prefix}turns": mean(r["assistant"] for r in roles), f"{prefix}tool_calls": mean(r["tool"] for r in roles),
-            f"{prefix}tool_errors": mean(sum("error" in turn for turn in s.turns) for s in samples)}
-
-
-def mean(values) -> float:
-    values = [float(v) for v in values]
-    return sum(values) / len(values) if values else 0.0
-
-
-def rollout_rewards(group: list[Sample], key: str | None) -> list[float]:
-    """One number a rollout: where it has several branches, the mean of theirs."""
-    branches = defaultdict(list)
-    for sample in group:
-        branches[sample.rollout].append(sample.get_reward_value(key))
-    return [sum(each) / len(each) for each in branches.values()]
-
-
-def pass_at_k(rewards: list[list[float]]) -> dict[int, float]:
-    """Probability that at least one of k samples is right (reward > 0.5), k = 1, 2, 4, ...: 1 - C(n - c, k) / C(n, k),
-    averaged over prompts (Codex 2107.03374, eq. 1: unbiased, unlike 1 - (1 - p)^k)."""
-    from math import comb
-    n = min(len(group) for group in rewards)
-    out, k = {}, 1
-    while k <= n:
-        out[k] = mean(1 - comb(len(g) - sum(r > 0.5 for r in g), k) / comb(len(g), k) for g in rewards)
-        k *= 2
-    return out

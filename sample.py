@@ -4,7 +4,7 @@ sample.py: what is a sample? One prompt and one response: the one record that ge
     tokens               p p p p r r r r r r r r r r      prompt, then response_length response tokens
     loss_mask                    1 1 1 1 0 0 0 1 1 1      0: a tool's words, which nobody learns
     rollout_log_probs            . . . . 0 0 0 . . .      as the engine sampled them
-    weight_versions              4 4 4 4 4 4 4 5 5 5      which weights wrote each of them
+    weight_versions              4 4 4 4 - - - 5 5 5      which weights wrote each of them; -1: none of the model's
 
 Test:  pytest tests/test_buffer.py
 Knows nothing about: everything else.
@@ -20,8 +20,8 @@ class Status(str, enum.Enum):
     PENDING = "pending"      # not generated yet, or put back to go on later
     COMPLETED = "completed"  # the model stopped by itself
     TRUNCATED = "truncated"  # it ran into a length limit
-    ABORTED = "aborted"      # cut off because its group was not needed any more
-    FAILED = "failed"        # its reward raised, and the config says to go on
+    ABORTED = "aborted"      # cut off: not wanted any more, or for a weight sync
+    FAILED = "failed"        # its reward raised, or a hook gave it up
 
 
 # Why SGLang says that an answer ended (finish_reason) -> what that makes of the sample.
@@ -32,8 +32,8 @@ FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Statu
 class Sample:
     """One prompt and one response: the only thing that generation, reward, buffer and training share.
 
-    `tokens` is prompt then response. The three lists beside the response always have response_length entries, because a
-    response only ever grows through `append`.
+    `tokens` is prompt then response. loss_mask and the other lists beside the response have response_length entries, because a
+    response grows through `append`; check() looks at those that hooks make by hand.
     """
     Status = Status                          # upstream's Sample.Status.COMPLETED; no field
     group_index: int | None = None           # data source: samples of one prompt share it
@@ -47,7 +47,7 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)            # append: 1 = trained, per response token
     rollout_log_probs: list[float] = field(default_factory=list)  # append: as the engine sampled; 0.0 where loss_mask is 0
     weight_versions: list[int] = field(default_factory=list)      # append: which weights wrote each response token
-    rollout_routed_experts: list = field(default_factory=list)    # rollout.py: [rows, base64 of int32 [rows, L * k]], row t
+    rollout_routed_experts: list = field(default_factory=list)    # client.py: [rows, base64 of int32 [rows, L * k]], row t
     #                                          which experts the engine took for token t; the last token has no row
     status: Status = Status.PENDING          # rollout
     metadata: dict = field(default_factory=dict)  # data source and hooks
@@ -84,7 +84,8 @@ class Sample:
 
     @property
     def rollout(self) -> int:
-        """Which of its group's rollouts it is (a part of): the branches of one agent's run count once in every mean."""
+        """Which of its group's rollouts it is (a part of): the branches of one agent's run count once in its group's mean,
+        in raw_reward and in evaluation. (Lengths and turns are means over all branches.)"""
         return self.index if self.rollout_id is None else self.rollout_id
 
     def response_ids(self) -> list[int]:

@@ -19,6 +19,7 @@ Knows nothing about: how anything is done. Every phase and every memory hand-ove
 """
 import concurrent.futures
 import contextlib
+import dataclasses
 import datetime
 import gc
 import json
@@ -169,6 +170,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
         num_rollout = cfg.num_rollout
         if num_rollout is None:
             num_rollout = max(1, len(data) * cfg.num_epoch // cfg.rollout_batch_size)
+            cfg = dataclasses.replace(cfg, num_rollout=num_rollout)
         checkpoint, replay = latest_checkpoint(run_dir) if cfg.resume else None, None
         if cfg.load_debug_rollout_data:
             done = int(checkpoint.name.removeprefix("iter_")) if checkpoint else 0

@@ -9,6 +9,8 @@ Test:  pytest tests/test_rewards.py
 Knows nothing about: rewards, tools.
 """
 import asyncio
+import concurrent.futures
+import contextvars
 import faulthandler
 import functools
 import os
@@ -17,6 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -34,6 +37,21 @@ class WorkerError(RuntimeError):
 
 class Killed(WorkerError):
     """The process was ended by a signal that was not ours: the OOM killer, a user, a crash in C."""
+
+
+async def in_thread(function: Callable, *args, **kw) -> Any:
+    """A user's function that blocks, in a thread of its own. NOTE: not asyncio.to_thread, which has few, and the engines need
+    them; and Python does not end before they do."""
+    result, context = concurrent.futures.Future(), contextvars.copy_context()
+    result.set_running_or_notify_cancel()    # else the end of one that nobody waits for is an error
+
+    def work():
+        try:
+            result.set_result(context.run(function, *args, **kw))
+        except BaseException as error:
+            result.set_exception(error)
+    threading.Thread(target=work, name=getattr(function, "__name__", "hook"), daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 class Workers:

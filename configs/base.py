@@ -129,7 +129,7 @@ class Config:
     rollout_skip_special_tokens: bool = False
     sglang_server_concurrency: int = 512     # requests in flight per engine
     request_timeout_s: float = 1800.0        # for one generate request
-    generate_timeout_s: float = 7200.0       # for one call of custom_generate_function, rollout_function, eval_function
+    generate_timeout_s: float = 7200.0       # for one sample of custom_generate_function or tools; one rollout_function
     request_retries: int = 3                 # after an engine died under it
     max_engine_restarts: int = 3             # in a whole run; then the run says why and ends
     health_check_interval_s: float | None = None     # an engine silent for three of these is restarted; None: 10, a CPU 60
@@ -147,7 +147,7 @@ class Config:
     reward_key: str | None = None            # which entry of a dict reward is trained on
     eval_reward_key: str | None = None       # which one is evaluated; None: reward_key
     reward_timeout_s: float = 30.0           # for one sample's score
-    reward_workers: int = 2                  # processes that run reward functions
+    reward_workers: int = 2                  # processes that run `def` rewards and tools; time in their queue is not limited
     code_timeout_s: float = 10.0             # rm_type="code": for one run of a program; all of a sample's
     #                                          together may take 0.8 reward_timeout_s
     code_memory_mb: int = 1024               # address space of such a program

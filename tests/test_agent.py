@@ -445,6 +445,15 @@ def test_what_is_outside_the_turns_is_never_trained():
         sample.check()
 
 
+def test_hear_out_of_turn():
+    sample = Sample(index=3, tokens=[1], metadata={"messages": [{"role": "user", "content": "hi"}]})
+    talk = agent.Conversation(types.SimpleNamespace(), sample, {})
+    with pytest.raises(ValueError, match="sample 3: hear.. where the assistant's turn is next; say.. first"):
+        talk.hear({"role": "user", "content": "hello?"})
+    sample.turns, sample.status = [{"role": "assistant", "content": "h", "begin": 0}], Status.ABORTED        # in the middle of say()
+    assert talk.hear({"role": "user", "content": "go on"}) is False and len(sample.turns) == 1
+
+
 # ---- The real engine, the real tools ---------------------------------------------------------------------------------
 OPEN, CLOSE = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>'
 START, END = "\n<|im_start|>assistant\n", "<|im_end|>"
@@ -488,13 +497,13 @@ def one_step(engines, tokenizer, folder, monkeypatch, **changes):
     cfg = dataclasses.replace(run_config("calculator_cpu.py"), **dict(rollout_batch_size=4, over_sampling_batch_size=4, global_batch_size=32,
                                                                   num_rollout=1, max_logprob_diff=1e-4) | changes)
     rollout, sent = Rollout(cfg, engines, DataSource(cfg, tokenizer, 256), {}, folder), []
-    ask = rollout.client.request_now
+    ask = rollout.client.request_when_served
 
-    async def request_now(payload, who):
+    async def request_when_served(payload, who):
         out = await ask(payload, who)
         sent.append((who, list(payload["input_ids"]), [pair[1] for pair in out["meta_info"]["output_token_logprobs"]]))
         return out
-    monkeypatch.setattr(rollout.client, "request_now", request_now)
+    monkeypatch.setattr(rollout.client, "request_when_served", request_when_served)
     try:
         return rollout.generate(0), cfg, sent
     finally:

@@ -335,6 +335,8 @@ def test_a_blocking_agent_and_streams(make, tokenizer):
     (dict(extra_body={"top_k": 3}), "top_k=3.*leave it out"),
     (dict(messages=[]), "send a list"), (dict(messages=[{"content": "hi"}]), "send role and content"),
     (dict(messages=[user([{"type": "image_url", "image_url": {"url": "x"}}])]), "text only"),
+    (dict(messages=[user(["hi"])]), "cannot be read .*AttributeError.*write it as OpenAI"),
+    (dict(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]), "cannot be read .*KeyError: 'function'"),
     (dict(tools=[ADD]), "set tool_call_parser in the run file")])
 def test_what_training_would_not_know_of(play, given, words):
     async def agent(client, talk):

@@ -17,6 +17,7 @@ from buffer import DataSource
 from configs.base import eval_config
 from helpers import assert_log_probs, make_cfg, running_engines, share_of_digits, sums
 from fully_async import FullyAsyncRollout
+from rollout import Rollout
 from sample import Sample, Status
 
 CONTEXT = 2048
@@ -183,6 +184,22 @@ def test_resume_loses_and_doubles_nothing(make, partial, reference):
     for s in after:
         if s.index in kept and partial:
             assert s.tokens[:len(kept[s.index])] == kept[s.index], "it went on with what it had"
+
+
+def test_fully_async_may_be_set_or_removed_where_a_run_resumes(make, engines, tokenizer, tmp_path):
+    rollout = make()
+    trained = run(rollout, range(1))[0]
+    state = json.loads(json.dumps(rollout.state_dict()))
+    rollout.close()
+    plain = Rollout(make_cfg(prompt_data=sums, label_key="label"), engines, DataSource(rollout.cfg, tokenizer, CONTEXT), {}, tmp_path)
+    plain.load_state_dict(state)
+    waiting = {group[0].group_index for group in plain.data.buffer}
+    assert waiting and waiting == set(range(plain.data.next_group)) - {s.group_index for s in trained}
+    again = make()
+    again.load_state_dict(plain.state_dict())
+    plain.close()
+    sync(again, 1)
+    assert {s.group_index for s in run(again, range(1, 2))[1]} <= waiting
 
 
 def test_a_hooks_own_request_is_whole(make, reference):

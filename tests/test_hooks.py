@@ -443,7 +443,8 @@ def given(**own):
     (dict(loss_mask=None), dict(loss_mask=[1, 1])), (dict(loss_mask=[]), dict(loss_mask=[1, 1])),
     (dict(loss_mask=[0, 0], rollout_log_probs=None), dict(rollout_log_probs=[0.0, 0.0])),
     (dict(weight_versions=["3"]), dict(weight_versions=[0, 0])), (dict(weight_versions=["3", "4"]), dict(weight_versions=[0, 0])),
-    (dict(weight_versions=[0, 0]), dict(weight_versions=[0, 0])), (dict(status=Status.PENDING), dict(status=Status.COMPLETED)),
+    (dict(weight_versions=[0, 0]), dict(weight_versions=[0, 0])), (dict(weight_versions=[-1, 0]), dict(weight_versions=[0, 0])),
+    (dict(weight_versions=[-1, 0], loss_mask=[0, 1]), dict(weight_versions=[-1, 0])), (dict(status=Status.PENDING), dict(status=Status.COMPLETED)),
     (dict(reward=torch.tensor(0.25)), dict(reward=0.25))], ids=str)
 def test_what_a_hook_leaves_open(make, own, want):
     for s in make(custom_generate_function=given(**own)).generate(0).samples:
@@ -468,6 +469,34 @@ def test_failed_samples_are_counted(make):
         return sample
     result = make(custom_generate_function=every_third_group, on_reward_error="skip").generate(0)
     assert all(s.group_index % 3 for s in result.samples) and result.metrics["rollout/groups_failed"] >= 1
+
+
+def test_groups_that_failed_in_a_whole_rollout_are_counted(make):
+    async def every_second_group(args, sample, params):
+        sample = await args.generate(sample, params)
+        sample.status = Status.FAILED if sample.group_index % 2 else sample.status
+        return sample
+    rollout = make(example("rollout_function"), custom_generate_function=every_second_group, on_reward_error="skip")
+    result = rollout.generate(0)
+    assert {s.group_index for s in result.samples} == {0}
+    assert result.metrics["rollout/groups_failed"] == result.metrics["rollout/groups_trained"] == 1
+
+
+def test_group_numbers_that_are_not_unique(make):
+    class Same:
+        def __init__(self, args):
+            self.n = args.n_samples_per_prompt
+
+        def get_samples(self, num_samples):
+            return [[Sample(prompt="1+1=", group_index=7) for _ in range(self.n)] for _ in range(num_samples)]
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+    with pytest.raises(ValueError, match=r"two groups with the same group_index, of \[7, 7\].*leave group_index to us"):
+        make(data_source=Same).generate(0)
 
 
 @pytest.mark.parametrize("out", [None, [], "text", [None]], ids=str)
@@ -519,7 +548,7 @@ def test_a_buffer_filter_that_doubles(make):
 @pytest.mark.parametrize("name, out, message", [
     ("custom_reward_post_process", ([], [1.0]), "1 rewards for 6 samples"),
     ("custom_reward_post_process", ([], [float("nan")] * 6), "6 of them not finite"),
-    ("custom_convert_samples_to_train_data", {"tokens": [[1, 2]]}, "0 response_lengths for 1 tokens"),
+    ("custom_convert_samples_to_train_data", {"tokens": [[1, 2]]}, "0 response_lengths for 1 rows of tokens"),
     ("custom_convert_samples_to_train_data", {"tokens": [[1, 2]], "response_lengths": [1], "loss_masks": [[1]]}, "but 6 .*give"),
     ("custom_convert_samples_to_train_data", {"tokens": [[1, 2]] * 6, "response_lengths": [2] * 6, "loss_masks": [[1, 1]] * 6},
      "row 0: 2 tokens, response_length 2"),

@@ -29,7 +29,8 @@ from engines import EngineError, call
 from helpers import assert_log_probs, make_cfg, running_engines, share_of_digits, sums
 from rewards import RewardError
 from hooks import DynamicFilterOutput, check_reward_nonzero_std
-from rollout import Rollout, pass_at_k
+from rollout import Rollout
+from rollout_metrics import pass_at_k
 
 CONTEXT = 2048                               # tokens: the tiny model's max_position_embeddings
 LONG = 1600                                  # tokens of an answer: some seconds, in which there is time to abort it
@@ -340,6 +341,25 @@ def test_branches_that_were_done_when_their_group_was_put_back(make):
     assert begun[:5] == [(0, 0), (1, 0), (2, 0), (3, 0), (2, 0)] and begun[5][0] == 3 and begun[5][1] > 0
 
 
+def test_a_hook_that_ends_cancelled_is_an_error(make):
+    async def awaits_what_it_has_cancelled(args, sample, params):
+        task = asyncio.create_task(asyncio.sleep(10))
+        task.cancel()
+        await task
+    with pytest.raises(RuntimeError, match=r"group \d: a hook, tool or reward ended with CancelledError; catch it"):
+        make(custom_generate_function=awaits_what_it_has_cancelled, rollout_batch_size=1).generate(0)
+
+
+def test_an_error_is_not_hidden_behind_a_reward_that_failed(make):
+    async def two_ways_to_fail(args, sample, params):
+        if sample.index == 0:
+            sample.status, sample.response_length = Status.FAILED, 0
+            return sample
+        raise ZeroDivisionError("mine")
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        make(custom_generate_function=two_ways_to_fail, rollout_batch_size=1, on_reward_error="skip").generate(0)
+
+
 def test_a_malformed_sample_of_a_hook_is_refused(make):
     async def forgets_the_mask(args, sample, sampling_params):
         sample.tokens, sample.response_length = sample.tokens + [5, 6], 2
@@ -573,6 +593,28 @@ def test_a_restart_under_way_ends_before_the_step_does(make, engines):
     rollout.client.resync = resynced.append
     rollout.generate(0)
     assert resynced == [[1]] and engines.check() == [] and rollout.client.serving.is_set()
+
+
+def test_a_restart_whose_caller_is_gone_is_not_begun_twice(make, engines, monkeypatch):
+    """Who began it is cancelled, a hook with a time limit, say; the next who looks waits for the same restart."""
+    rollout, dead, restarted = make(), [1], []
+
+    def restart(rank):
+        restarted.append(rank)
+        time.sleep(0.5)
+        dead.clear()
+    monkeypatch.setattr(engines, "check", lambda: [*dead])
+    monkeypatch.setattr(engines, "restart", restart)
+    monkeypatch.setattr(engines, "admit", lambda rank: None)
+
+    async def two_callers():
+        first = asyncio.create_task(rollout.client.recover())
+        while not restarted:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await rollout.client.recover()
+        return rollout.client.replacing.done()
+    assert rollout.client.run(two_callers()) and restarted == [1]
 
 
 def test_a_restart_that_fails_when_the_step_is_done_ends_the_run(make, engines, monkeypatch):
