@@ -144,7 +144,7 @@ class Session:
             key = (json.dumps(tools, sort_keys=True), *map(comparable, messages))
             parse = agent.call_parser(args, tools) if tools else lambda text: (text, [])
         except (AttributeError, KeyError, TypeError, ValueError) as error:       # the agent's mistake, not the run's end
-            raise Refused(f"the request cannot be read ({type(error).__name__}: {error:.500}); write it as OpenAI's API "
+            raise Refused(f"the request cannot be read ({type(error).__name__}: {str(error):.500}); write it as OpenAI's API "
                           "reference has it") from error
         known = [t for t in reversed(self.turns) if t.key == key[:len(t.key)]]
         # Where the same was said twice: what nobody has gone on from, the last of it.

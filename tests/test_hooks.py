@@ -189,7 +189,7 @@ def test_example_buffer_filter(make):
 
 
 def test_example_sample_filter(make):
-    rollout = make(example("rollout_sample_filter"), rollout_batch_size=8)
+    rollout = make(example("rollout_sample_filter"), rollout_batch_size=8, rollout_max_response_len=40)      # a third end before
     result = rollout.generate(0)
     cut = [s.status == Status.TRUNCATED for s in result.samples]
     assert any(cut) and not all(cut) and [s.remove_sample for s in result.samples] == cut
