@@ -37,6 +37,15 @@ ENGINE_RESERVE = 7                           # tokens: SGLang refuses an input t
 
 
 # ---- Reading rows ----------------------------------------------------------------------------------------------------
+def data_file(source: str) -> tuple[str, str, str]:
+    """"data.jsonl@[lo:hi]" -> the file, which must be there, lo and hi, each perhaps empty."""
+    match = re.fullmatch(r"(.+)@\[(-?\d*):(-?\d*)\]", source)
+    path, lo, hi = (match[1], match[2], match[3]) if match else (source, "", "")
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"data file {path} not found; give a .jsonl or .parquet file, dict(reasoning_gym=...) or a function")
+    return path, lo, hi
+
+
 def read_rows(cfg, source) -> tuple[list[dict], Counter]:
     """Rows (dicts) of a file, a reasoning-gym task or a function, and a count of the bad lines left out.
 
@@ -48,10 +57,7 @@ def read_rows(cfg, source) -> tuple[list[dict], Counter]:
         return list(source()), skipped
     if isinstance(source, dict):
         return reasoning_gym_rows(cfg, source), skipped
-    match = re.fullmatch(r"(.+)@\[(-?\d*):(-?\d*)\]", source)
-    path, lo, hi = (match[1], match[2], match[3]) if match else (source, "", "")
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"data file {path} not found; give a .jsonl or .parquet file, dict(reasoning_gym=...) or a function")
+    path, lo, hi = data_file(source)
     if path.endswith(".parquet"):
         import pyarrow.parquet
         rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -152,7 +158,8 @@ class DataSource:
                 if cfg.on_bad_line == "raise":
                     what = f"no key {error}" if isinstance(error, KeyError) else str(error)
                     raise ValueError(f"{cfg.prompt_data}: row {number}: {what}. Mend the row, set input_key/label_key, "
-                                     "or set on_bad_line='skip'") from error
+                                     "apply_chat_template=False where the model has no template, or set "
+                                     "on_bad_line='skip'") from error
                 self.skipped["bad_line"] += 1
                 continue
             prompt_len = len(sample.tokens) - sample.response_length

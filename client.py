@@ -47,6 +47,7 @@ class Client:
         self.resync: Callable[[list[int]], None] = lambda ranks: None    # gives restarted engines the trainers' weights
         self.weight_version = 0              # of the engines
         self.counts = Counter()              # of this step: retries, and what the engines say of each answer
+        self.routers = engines.router_restarts   # until the last step
         self.in_flight = 0                   # requests that an engine has now
         self.busy = Counter()                # sample's index -> its requests that are not answered yet
         self.holds = 0                       # how often sync() has stopped the engines
@@ -329,8 +330,7 @@ class Client:
         if self.replacing and not self.replacing.done():         # who began it was cancelled: the new engine is still starting
             await asyncio.shield(self.replacing)
         dead = await asyncio.to_thread(self.engines.check)
-        if not await asyncio.to_thread(self.engines.check_router, dead):
-            self.counts["router_restarts"] += 1
+        await asyncio.to_thread(self.engines.check_router, dead)
         for rank in dead:
             self.replacing = asyncio.create_task(self.replace(rank))
             await asyncio.shield(self.replacing)                 # goes on, and is waited for, where its caller is cancelled
@@ -346,8 +346,9 @@ class Client:
     def metrics(self) -> dict[str, float]:
         """Of the answers since the last call; the spec_ ones only with speculative decoding."""
         counts, self.counts = self.counts, Counter()
+        routers, self.routers = self.engines.router_restarts - self.routers, self.engines.router_restarts
         out = {"perf/generated_tokens": counts["completion_tokens"], "rollout/request_retries": counts["retries"],
-               "rollout/engine_restarts": self.engines.restarts, "rollout/router_restarts": counts["router_restarts"]}
+               "rollout/engine_restarts": self.engines.restarts, "rollout/router_restarts": routers}
         if counts["prompt_tokens"]:
             out["perf/prefix_cache_hit_rate"] = counts["cached_tokens"] / counts["prompt_tokens"]
         if counts["spec_num_proposed_drafts"]:

@@ -50,7 +50,7 @@ class Engines:
         self.router = Router(cfg, self.log_dir / "router.log")
         self.actors: list[list] = []         # by rank: Ray handles, one for each node; the first answers HTTP
         self.urls: list[str] = []            # by rank; a restart changes one
-        self.restarts = 0                    # engine restarts in the whole run
+        self.restarts = self.router_restarts = 0     # in the whole run
         self.paused, self.asleep = False, False  # cannot generate then, so check() only asks whether they are there
 
     @property
@@ -159,17 +159,27 @@ class Engines:
             raise EngineError(f"engine {rank} ({self.urls[rank]}) is down and max_engine_restarts="
                               f"{self.cfg.max_engine_restarts} restarts are used up. Its log says why; where the "
                               f"machine is to blame, set max_engine_restarts higher. {log} ends:\n{tail(log)}")
-        self.router.unregister(self.urls[rank])
+        self.with_router(lambda: self.router.unregister(self.urls[rank]), rank)
         self._end(self.actors[rank])
         self.urls[rank] = ray.get(self._start(rank), timeout=limit_s + 30)[0]
 
     def admit(self, rank: int) -> None:
-        self.router.register([self.urls[rank]], self.cfg.start_timeout_s)
+        self.with_router(lambda: self.router.register([self.urls[rank]], self.cfg.start_timeout_s), rank)
+
+    def with_router(self, work: Callable, rank: int) -> None:
+        """work(), which is about engine `rank`; once more where the router has died meanwhile."""
+        try:
+            work()
+        except EngineError:
+            if self.check_router([*self.check(), rank]):
+                raise                        # it lives: something else is wrong
+            work()
 
     def check_router(self, dead: list[int] = ()) -> bool:
         """Whether the router lives; one that does not is started again at the same address, with all engines but the dead."""
         if self.router.alive(self.cfg.health_check_interval_s * 3):
             return True
+        self.router_restarts += 1
         self.router.stop()
         self.router.start(self.cfg.start_timeout_s)
         self.router.register([url for rank, url in enumerate(self.urls) if rank not in dead], self.cfg.start_timeout_s)
@@ -538,12 +548,3 @@ def tail(log: pathlib.Path, lines: int = 30) -> str:
 
 if __name__ == "__main__":
     supervise()
-
-
-def check_server(url: str) -> None:
-    """ValueError where no SGLang server of somebody else answers."""
-    try:
-        call("GET", f"{url}/health", None, 30.0)
-    except EngineError as error:
-        raise ValueError(f"no SGLang server answers at {url!r} (http://host:port); start it first: "
-                         "python -m sglang.launch_server --model-path TEACHER --port ...") from error

@@ -4,8 +4,9 @@ faults.py: how does a run live through a death? Kills what inject_faults names, 
     inject_faults = dict(engine_0=3, router=[5, 9], reward_worker=7, hang_engine_1=8)        in a run file
 
 What must follow (client.py, workers.py): engine or router are started again, have the trainers' weights, and what they were
-asked is asked again; the reward is scored by a new process; no group is lost. The moment within the step is random, drawn from
-rollout_seed and the step, up to the last step's length: it may be while samples are made, trained, or weights sent.
+asked is asked again; the reward is scored by a new process; no group is lost. Steps count from 0. The moment is random, drawn
+from rollout_seed and the step, within as long as the step before took: it may be while samples are made, trained, or weights
+sent, and where steps get shorter in a later one.
 
 Test:  python benchmarks/soak.py            hundreds of steps with a kill every ten
 Knows nothing about: how anything recovers.
@@ -46,6 +47,7 @@ class Faults:
             else:
                 kind = "hang" if name.startswith("hang_") else "kill"
                 self.engines.fault(int(name.rpartition("_")[2]), kind)
-            self.say(f"inject_faults: struck {name} in step {step + 1}")
+            self.say(f"inject_faults: struck {name}, as planned for step {step}")
         except Exception as problem:         # what it was to strike is dead already, or not there yet
-            self.say(f"inject_faults: {name} in step {step + 1} could not be struck: {type(problem).__name__}: {problem}")
+            self.say(f"inject_faults: {name}, planned for step {step}, could not be struck: {type(problem).__name__}: "
+                     f"{problem}")

@@ -188,9 +188,10 @@ class FullyAsyncRollout(Rollout):
 
     def close(self) -> None:
         async def cancel():
-            for task in list(self.tasks):
+            for task in (tasks := list(self.tasks)):
                 task.cancel()
-            await asyncio.gather(*self.tasks, return_exceptions=True)
+            if tasks:                        # with a limit: a hook may catch its cancellation
+                await asyncio.wait(tasks, timeout=10.0)
         if self.client.loop.is_running():
             self.client.run(cancel())
         super().close()

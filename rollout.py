@@ -261,7 +261,10 @@ class Rollout:
                                    "see the engines' logs in the run folder")
         for task in pending:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        _, deaf = await asyncio.wait(pending, timeout=60.0) if pending else ((), ())
+        if deaf:
+            raise TimeoutError(f"{len(deaf)} groups did not end 60 s after they were cancelled; let CancelledError pass in "
+                               "your hooks and tools")
         pending.clear()
         self.put_back(sorted(groups, key=lambda group: group[0].group_index))
         return len(groups)

@@ -145,7 +145,7 @@ def start(cfg: base.Config, run_dir: pathlib.Path, stack: contextlib.ExitStack) 
     from transformers import AutoTokenizer
 
     from actor import Trainers
-    from engines import Engines, check_server
+    from engines import Engines
     from fully_async import FullyAsyncRollout
     from logs import Logs
     from rollout import FileRollout, Rollout
@@ -289,7 +289,7 @@ def stop_on_signal(stack: contextlib.ExitStack) -> threading.Event:
 
     def handle(*_):
         if stop.is_set():
-            sys.exit("stopped by a second signal; the last checkpoint is good")
+            sys.exit("stopped by a second signal; the last checkpoint, if there is one yet, is good")
         stop.set()
         os.write(1, b"stopping after this step; once more to stop now\n")       # print() may be what was interrupted
     if threading.current_thread() is threading.main_thread():
@@ -327,6 +327,10 @@ def check(cfg: base.Config) -> None:
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)
+    for one in (cfg, *(base.eval_config(cfg, name) for name in cfg.eval_prompt_data)):
+        for source in (one.prompt_data, one.sft_data):
+            if isinstance(source, str) and source:
+                buffer.data_file(source)
     if base.has_stage(cfg):
         check(stage_config(cfg))
     sources = [cfg.hf_checkpoint if not base.has_stage(cfg) else None, cfg.ref_load, cfg.opd_teacher_load,
@@ -337,6 +341,16 @@ def check(cfg: base.Config) -> None:
             raise ValueError(f"model folder {source} not found; give a folder with config.json, or a hub name")
     if cfg.use_kl_loss and cfg.kl_loss_type == "k1" and not cfg.use_unbiased_kl:
         print("warning: as a loss, kl_loss_type='k1' has a gradient of mean zero on policy: it restrains nothing; use k2")
+
+
+def check_server(url: str) -> None:
+    """ValueError where no SGLang server of somebody else answers."""
+    from engines import EngineError, call
+    try:
+        call("GET", f"{url}/health", None, 30.0)
+    except EngineError as error:
+        raise ValueError(f"no SGLang server answers at {url!r} (http://host:port); start it first: "
+                         "python -m sglang.launch_server --model-path TEACHER --port ...") from error
 
 
 def find_run_dir(cfg: base.Config, run_file: str) -> pathlib.Path:

@@ -337,7 +337,7 @@ def check_types(values: dict[str, Any], where: str = "") -> None:
         hint = hints[key]
         wanted = hint.__name__ if type(hint) is type else str(hint).replace("typing.", "").replace("collections.abc.", "")
         need(fits(value, hint), f"{where}{key}={value!r} is {type(value).__name__}, but {key} is {wanted}; "
-             "change it in the run file or on the command line")
+             "change it in the run file or on the command line" + (' (there: {"key": 1})' if hint is dict else ""))
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -144,7 +144,7 @@ def test_files_that_cannot_be_read(rows_file, tmp_path, path, message):
 
 def test_rows_that_only_the_data_source_finds_bad(tokenizer):
     rows = [{"input": "fine", "answer": "1"}, {"input": "no label"}, {"input": [{"role": "user", "content": "hi"}], "answer": "2"}]
-    with pytest.raises(ValueError, match="row 1: no key 'answer'.*set input_key/label_key, or set on_bad_line='skip'"):
+    with pytest.raises(ValueError, match="row 1: no key 'answer'.*set input_key/label_key, apply_chat.*set on_bad_line='skip'"):
         source(tokenizer, rows, label_key="answer")
     with pytest.raises(ValueError, match="row 1: the prompt is a list of messages; set apply_chat_template=True"):
         source(tokenizer, rows[::2], label_key="answer")

@@ -164,6 +164,17 @@ def test_a_dead_router_comes_back_at_its_address(engines):
     assert len(send(url, [5, 6], 3)["output_ids"]) == 3
 
 
+def test_a_router_that_dies_while_an_engine_is_replaced(engines):
+    """Just before the new engine is announced to it."""
+    url, restarts = engines.router_url, engines.router_restarts
+    engines.router.unregister(engines.urls[0])
+    os.kill(engines.router.child.process.pid, signal.SIGKILL)
+    engines.router.child.process.wait(10)
+    engines.admit(0)
+    assert set(engines.router.workers()) == set(engines.urls) and engines.router_restarts == restarts + 1
+    assert len(send(url, [5, 6], 3)["output_ids"]) == 3
+
+
 def test_a_dead_engine_is_found_and_replaced_but_not_for_ever(engines):
     """The last test of these engines: one of them stays dead."""
     import ray
