@@ -15,6 +15,7 @@ import gc
 import math
 import os
 import pathlib
+import queue
 import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
@@ -519,6 +521,9 @@ class MegatronModel:
             part.mkdir(parents=True)
         dist.barrier()
         state = self.sharded_state(is_loading=False) | {"extra": extra, "rng": torch.get_rng_state()}
+        # NOTE: Megatron passes the writer's results through a process of its own, which imports all of this again (0.7 GB a
+        # rank) and outlives a kill -9. We save and wait, so they stay in this process.
+        filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
         dist_checkpointing.save(state, str(part))
         dist.barrier()
         if self.grid.rank == 0:
