@@ -327,10 +327,6 @@ def check(cfg: base.Config) -> None:
     for name in [cfg.rm_type] + [base.eval_config(cfg, n).rm_type for n in cfg.eval_prompt_data]:
         if name:
             rewards.check_rm_type(name)
-    for one in (cfg, *(base.eval_config(cfg, name) for name in cfg.eval_prompt_data)):
-        for source in (one.prompt_data, one.sft_data):
-            if isinstance(source, str) and source:
-                buffer.data_file(source)
     if base.has_stage(cfg):
         check(stage_config(cfg))
     sources = [cfg.hf_checkpoint if not base.has_stage(cfg) else None, cfg.ref_load, cfg.opd_teacher_load,
@@ -341,6 +337,16 @@ def check(cfg: base.Config) -> None:
             raise ValueError(f"model folder {source} not found; give a folder with config.json, or a hub name")
     if cfg.use_kl_loss and cfg.kl_loss_type == "k1" and not cfg.use_unbiased_kl:
         print("warning: as a loss, kl_loss_type='k1' has a gradient of mean zero on policy: it restrains nothing; use k2")
+
+
+def check_data(cfg: base.Config) -> None:
+    """ValueError for a data file that is not there, of the last stage too, before the first one takes its minutes."""
+    for one in (cfg, *(base.eval_config(cfg, name) for name in cfg.eval_prompt_data)):
+        for source in (one.prompt_data, one.sft_data):
+            if isinstance(source, str) and source:
+                buffer.data_file(source)
+    if base.has_stage(cfg) and not cfg.resume:
+        check_data(stage_config(cfg))
 
 
 def check_server(url: str) -> None:
@@ -397,7 +403,9 @@ def main() -> None:
         check(cfg)
         if len(args) < len(sys.argv) - 1:
             print(base.describe(cfg), plan.dry_run(cfg, memory.share_memory), sep="\n")
+            check_data(cfg)                  # last: without the data the rest is worth knowing too
             return
+        check_data(cfg)
         run_dir = find_run_dir(cfg, args[0])
     except ValueError as error:
         sys.exit(f"error: {error}")          # the message is the remedy; a traceback would hide it
