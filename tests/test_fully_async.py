@@ -16,6 +16,7 @@ import hooks
 from buffer import DataSource
 from configs.base import eval_config
 from helpers import assert_log_probs, make_cfg, running_engines, share_of_digits, sums
+from engines import EngineError, call
 from fully_async import FullyAsyncRollout
 from rollout import Rollout
 from sample import Sample, Status
@@ -295,6 +296,10 @@ def test_an_engine_that_dies_in_a_sync_is_replaced(make, engines):
         engines.pause()
         if len(tries) == 1:
             engines.fault(1, "kill")
+            with contextlib.suppress(EngineError):               # until it is gone: else the push may still come through
+                for _ in range(1000):
+                    call("GET", engines.urls[1] + "/health", None, 30.0)
+                    time.sleep(0.02)
         engines.flush_cache()
         engines.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
         engines.resume()

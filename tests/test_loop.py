@@ -105,6 +105,17 @@ def test_exact_resume(run_file, whole_run, tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and rows[-1]["train/lr"] == 0.0005
 
 
+NEVER_SCORED = '''
+async def share_of_digits(args, sample):
+    """Who hangs here holds no worker, so the others get their rewards."""
+    import asyncio, os
+    if sample.index >= int(os.environ.get("REWARDS_HANG_FROM", 10**9)):
+        await asyncio.sleep(1000)
+    return sum(c.isdigit() for c in sample.response) / max(len(sample.response), 1)
+custom_rm = share_of_digits
+'''
+
+
 @pytest.mark.parametrize("mode, hang_from", [
     (["--over_sampling_batch_size=6", "--partial_rollout"], 8 * 4),          # begun and put back in step 1
     (["--fully_async", "--colocate=False"], 12 * 4)], ids=["partial", "fully_async"])      # begun while step 0 was trained
@@ -116,7 +127,9 @@ def test_resume_with_groups_under_way(run_file, tmp_path, mode, hang_from):
         groups = data["ready"] + data["under_way"] if "ready" in data else data["buffer"]
         return [sample for group in groups for sample in group]
 
-    process = subprocess.Popen([sys.executable, "train.py", str(run_file), f"--output_dir={tmp_path}", "--run_name=cut", *mode],
+    own = tmp_path / "own.py"
+    own.write_text(run_file.read_text() + NEVER_SCORED)
+    process = subprocess.Popen([sys.executable, "train.py", str(own), f"--output_dir={tmp_path}", "--run_name=cut", *mode],
                                cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
                                env=os.environ | {"REWARDS_HANG_FROM": str(hang_from)})
     marker = tmp_path / "cut" / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -128,7 +141,7 @@ def test_resume_with_groups_under_way(run_file, tmp_path, mode, hang_from):
     assert int(marker.read_text()) == 2
     begun = waiting(2)
     assert len({s["group_index"] for s in begun}) >= 2 and sum(s["response_length"] for s in begun) > 0
-    done = run([str(run_file), f"--resume={tmp_path / 'cut'}", *mode])
+    done = run([str(own), f"--resume={tmp_path / 'cut'}", *mode])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "cut" / "samples.jsonl").read_text().splitlines()]
     trained = {row["index"]: row for row in rows}
