@@ -118,7 +118,7 @@ custom_rm = share_of_digits
 
 @pytest.mark.parametrize("mode, hang_from", [
     (["--over_sampling_batch_size=6", "--partial_rollout"], 8 * 4),          # begun and put back in step 1
-    (["--fully_async", "--colocate=False"], 12 * 4)], ids=["partial", "fully_async"])      # begun while step 0 was trained
+    (["--fully_async", "--colocate=False"], 8 * 4)], ids=["partial", "fully_async"])       # begun with the first ones
 def test_resume_with_groups_under_way(run_file, tmp_path, mode, hang_from):
     """SIGKILL behind two steps, while rewards hang from sample hang_from on. Groups that were begun go on from the tokens that
     they have; over the whole run each is trained once, or waits in the last checkpoint."""
