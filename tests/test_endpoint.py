@@ -41,7 +41,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [
 
 # ---- What is shared ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory) -> str:
+def tiny_model(tmp_path_factory) -> str:
     """A tiny Qwen3 with a chat template, which answers ASK with CALL, and what the tool says with "it is 3"."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -75,22 +75,10 @@ def model_dir(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engines(model_dir, tmp_path_factory):
-    with running_engines(tmp_path_factory.mktemp("run"), model_dir, rollout_num_gpus=1) as engines:
+def engines(tiny_model, tmp_path_factory):
+    with running_engines(tmp_path_factory.mktemp("run"), tiny_model, rollout_num_gpus=1) as engines:
         engines.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
         yield engines
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir):
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(model_dir)
-
-
-@pytest.fixture(scope="module")
-def reference(model_dir):
-    from transformers import AutoModelForCausalLM
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
 
 
 @pytest.fixture

@@ -81,18 +81,23 @@ def test_outputs_open(whole_run):
         "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
 
 
-def test_exact_resume(run_file, whole_run, tmp_path):
-    """2N steps, and N steps, SIGKILL, resume, N steps: the same metrics, bit for bit."""
-    args = [str(run_file), f"--output_dir={tmp_path}", "--run_name=cut", "--deterministic", *KL]
-    process = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               start_new_session=True, env=os.environ | {"REWARDS_HANG_FROM": "32"})     # from step 2 on
-    marker = tmp_path / "cut" / "checkpoints" / "latest_checkpointed_iteration.txt"
+def cut_behind_two_steps(folder: pathlib.Path, args: list[str], hang_from: int) -> None:
+    """A run in folder/cut, its driver killed as soon as it has a checkpoint; rewards hang from sample hang_from on."""
+    process = subprocess.Popen([sys.executable, "train.py", *args, f"--output_dir={folder}", "--run_name=cut"], cwd=ROOT,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                               env=os.environ | {"REWARDS_HANG_FROM": str(hang_from)})
+    marker = folder / "cut" / "checkpoints" / "latest_checkpointed_iteration.txt"
     try:
         wait_for(marker.exists, 900, process)
     finally:
         process.kill()
         process.wait()
     assert int(marker.read_text()) == 2
+
+
+def test_exact_resume(run_file, whole_run, tmp_path):
+    """2N steps, and N steps, SIGKILL, resume, N steps: the same metrics, bit for bit."""
+    cut_behind_two_steps(tmp_path, [str(run_file), "--deterministic", *KL], hang_from=32)      # the first sample of step 2
     done = run([str(run_file), f"--resume={tmp_path / 'cut'}", "--deterministic", *KL])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert exact(metrics(tmp_path / "cut")) == exact(metrics(whole_run))
@@ -129,16 +134,7 @@ def test_resume_with_groups_under_way(run_file, tmp_path, mode, hang_from):
 
     own = tmp_path / "own.py"
     own.write_text(run_file.read_text() + NEVER_SCORED)
-    process = subprocess.Popen([sys.executable, "train.py", str(own), f"--output_dir={tmp_path}", "--run_name=cut", *mode],
-                               cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                               env=os.environ | {"REWARDS_HANG_FROM": str(hang_from)})
-    marker = tmp_path / "cut" / "checkpoints" / "latest_checkpointed_iteration.txt"
-    try:
-        wait_for(marker.exists, 900, process)
-    finally:
-        process.kill()
-        process.wait()
-    assert int(marker.read_text()) == 2
+    cut_behind_two_steps(tmp_path, [str(own), *mode], hang_from)
     begun = waiting(2)
     assert len({s["group_index"] for s in begun}) >= 2 and sum(s["response_length"] for s in begun) > 0
     done = run([str(own), f"--resume={tmp_path / 'cut'}", *mode])
